@@ -1,0 +1,1 @@
+"""PyTorch FSDP training that survives faults: what the training image runs."""

@@ -1,0 +1,1 @@
+"""Durable and in-memory checkpoints."""
