@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -38,6 +38,8 @@ _RUN_ID = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Check = tuple[bool, str, object, str]
+"""Whether it holds, the field, its value, the legal values."""
 
 
 class ConfigError(ValueError):
@@ -97,7 +99,8 @@ class ParallelismConfig(_Section):
 
 class CheckpointConfig(_Section):
     mode: CheckpointMode = "async"
-    """``sync``: torch DCP. ``async``: NVRx async queue, DCP layout. ``async-local``: NVRx TorchAsyncCheckpoint of each rank's shards."""
+    """``sync``: torch DCP. ``async``: NVRx async queue, DCP layout. ``async-local``: NVRx TorchAsyncCheckpoint of
+    each rank's shards; loads at the same world size only."""
     interval: PositiveInt = 50
     """Steps between durable saves."""
     keep: PositiveInt = 2
@@ -201,7 +204,8 @@ class FaultConfig(_Section):
 
 class RunConfig(_Section):
     run_id: str = "local"
-    """Owns the run's checkpoints, events and fired faults; outlives changes of the Job's spec. A DNS label of up to 40 characters."""
+    """Owns the run's checkpoints, events and fired faults; outlives changes of the Job's spec.
+    A DNS label of up to 40 characters."""
     workdir: str = "/fsx"
     """Durable folder shared by all pods; the run lives in ``<workdir>/runs/<run_id>``."""
     model: ModelConfig = ModelConfig()
@@ -245,66 +249,54 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        t, world = self.timeouts, self.world_size
-        problems = []
-        if not _RUN_ID.fullmatch(self.run_id) or len(self.run_id) > 40:
-            problems.append(
-                f"run_id: {self.run_id!r}; legal: up to 40 of a-z, 0-9 and '-', beginning and ending with a letter or digit"
-            )
-        if not self.workdir.startswith("/"):
-            problems.append(f"workdir: {self.workdir!r}; legal: an absolute path")
-        if not t.soft_s < t.hard_s < t.barrier_s:
-            problems.append(
-                f"timeouts: soft_s {t.soft_s:g}, hard_s {t.hard_s:g}, barrier_s {t.barrier_s:g}; legal: soft_s < hard_s < barrier_s"
-            )
-        if self.recovery.arm == "layered" and t.heartbeat_s <= t.soft_s:
-            problems.append(
-                f"timeouts.heartbeat_s: {t.heartbeat_s:g}; legal in the layered arm: more than soft_s ({t.soft_s:g})"
-            )
-        if t.initial_heartbeat_s < t.heartbeat_s:
-            problems.append(
-                f"timeouts.initial_heartbeat_s: {t.initial_heartbeat_s:g}; legal: at least heartbeat_s ({t.heartbeat_s:g})"
-            )
-        if self.training.global_batch_size % world:
-            problems.append(
-                f"training.global_batch_size: {self.training.global_batch_size}; legal: a multiple of the world size ({world})"
-            )
-        if self.training.warmup_steps >= self.training.max_steps:
-            problems.append(
-                f"training.warmup_steps: {self.training.warmup_steps}; legal: less than max_steps ({self.training.max_steps})"
-            )
-        if self.recovery.min_world_size > world:
-            problems.append(f"recovery.min_world_size: {self.recovery.min_world_size}; legal: 0 (all) to {world}")
-        memory = self.checkpoint.memory_interval
-        if memory and self.checkpoint.interval % memory:
-            problems.append(
-                f"checkpoint.interval: {self.checkpoint.interval}; legal: a multiple of checkpoint.memory_interval ({memory})"
-            )
-        if self.checkpoint.replicate and (not memory or self.parallelism.num_nodes < 2):
-            problems.append("checkpoint.replicate: true; legal only with memory_interval > 0 and at least 2 nodes")
-        problems += self._fault_problems()
+        checks = [*self._name_checks(), *self._timeout_checks(), *self._size_checks(), *self._fault_checks()]
+        problems = [f"{field}: {value}; legal: {legal}" for right, field, value, legal in checks if not right]
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
-    def _fault_problems(self) -> list[str]:
+    def _name_checks(self) -> Iterator[Check]:
+        named = bool(_RUN_ID.fullmatch(self.run_id)) and len(self.run_id) <= 40
+        legal = "up to 40 of a-z, 0-9 and '-', beginning and ending with a letter or digit"
+        yield named, "run_id", repr(self.run_id), legal
+        yield self.workdir.startswith("/"), "workdir", repr(self.workdir), "an absolute path"
+
+    def _timeout_checks(self) -> Iterator[Check]:
+        t = self.timeouts
+        given = f"soft_s {t.soft_s:g}, hard_s {t.hard_s:g}, barrier_s {t.barrier_s:g}"
+        yield t.soft_s < t.hard_s < t.barrier_s, "timeouts", given, "soft_s < hard_s < barrier_s"
+        looser = self.recovery.arm != "layered" or t.heartbeat_s > t.soft_s
+        legal = f"more than soft_s ({t.soft_s:g}) in the layered arm"
+        yield looser, "timeouts.heartbeat_s", f"{t.heartbeat_s:g}", legal
+        first = t.initial_heartbeat_s
+        legal = f"at least heartbeat_s ({t.heartbeat_s:g})"
+        yield first >= t.heartbeat_s, "timeouts.initial_heartbeat_s", f"{first:g}", legal
+
+    def _size_checks(self) -> Iterator[Check]:
+        world, training, checkpoint = self.world_size, self.training, self.checkpoint
+        batch, warmup = training.global_batch_size, training.warmup_steps
+        yield batch % world == 0, "training.global_batch_size", batch, f"a multiple of the world size ({world})"
+        legal = f"less than max_steps ({training.max_steps})"
+        yield warmup < training.max_steps, "training.warmup_steps", warmup, legal
+        smallest = self.recovery.min_world_size
+        yield smallest <= world, "recovery.min_world_size", smallest, f"0 (all) to {world}"
+        every = checkpoint.memory_interval
+        legal = f"a multiple of checkpoint.memory_interval ({every})"
+        yield not every or checkpoint.interval % every == 0, "checkpoint.interval", checkpoint.interval, legal
+        possible = every > 0 and self.parallelism.num_nodes > 1
+        legal = "true only with memory_interval > 0 and at least 2 nodes"
+        yield possible or not checkpoint.replicate, "checkpoint.replicate", "true", legal
+
+    def _fault_checks(self) -> Iterator[Check]:
         faults, world, steps = self.faults, self.world_size, self.training.max_steps
-        problems = []
-        if (faults.count or faults.mtbf_s) and world == 1 and not faults.include_rank0:
-            problems.append(
-                "faults.include_rank0: false with a world of one rank, which leaves no rank to hit; legal: true"
-            )
+        hittable = world > 1 or faults.include_rank0 or not (faults.count or faults.mtbf_s)
+        yield hittable, "faults.include_rank0", "false", "true in a world of one rank, which else has no rank to hit"
         eligible = max(0, steps - faults.after_step)
-        if faults.count > eligible:
-            problems.append(
-                f"faults.count: {faults.count}; legal: 0 to {eligible}, the steps after after_step ({faults.after_step}) up to max_steps ({steps})"
-            )
+        legal = f"0 to {eligible}, the steps after after_step ({faults.after_step}) up to max_steps ({steps})"
+        yield faults.count <= eligible, "faults.count", faults.count, legal
         for i, spec in enumerate(faults.schedule):
-            if spec.step > steps:
-                problems.append(f"faults.schedule[{i}].step: {spec.step}; legal: 1 to {steps}")
-            if spec.rank >= world:
-                problems.append(f"faults.schedule[{i}].rank: {spec.rank}; legal: 0 to {world - 1}")
-        return problems
+            yield spec.step <= steps, f"faults.schedule[{i}].step", spec.step, f"1 to {steps}"
+            yield spec.rank < world, f"faults.schedule[{i}].rank", spec.rank, f"0 to {world - 1}"
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True)
@@ -348,13 +340,15 @@ def describe(error: ValidationError) -> str:
 
 
 def _siblings(location: Sequence[int | str]) -> list[str]:
-    section: Any = RunConfig
+    """The fields of the section that ``location`` lies in."""
+    section: type[BaseModel] = RunConfig
     for part in location[:-1]:
-        field = section.model_fields.get(part) if isinstance(section, type) and issubclass(section, BaseModel) else None
-        if field is None:
-            section = FaultSpec if part == "schedule" or isinstance(part, int) else section
-            continue
-        section = FaultSpec if part == "schedule" else field.annotation
+        if part == "schedule":
+            section = FaultSpec
+        elif isinstance(part, str) and part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+            assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+            section = annotation
     return sorted(section.model_fields)
 
 

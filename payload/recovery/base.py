@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class Attempt(Protocol):
@@ -22,7 +22,7 @@ class Attempt(Protocol):
     """Index of the device on this node."""
     generation: str
     """``<cycle>.<iteration>``: the same on all ranks, different for every entry of the run."""
-    store: dist.Store
+    store: Store
     """Prefixed with the generation; lives in the launcher, so it outlives any rank."""
 
     def ping(self) -> None:

@@ -1,0 +1,54 @@
+# Everything lives in the checkout: .venv, node_modules, .demo. Safe to run twice.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint chaos test-nvrx bench bench-recovery bench-gpu image image-test synth cost ami preflight clean
+
+PYTHON ?= python3
+PROFILE ?= p5
+NVRX ?= 0.7.0
+PY := .venv/bin/python
+
+export JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION := 1
+export CDK_DISABLE_CLI_TELEMETRY := true
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: .venv/.ready ## Python and Node dependencies, inside the checkout
+
+.venv/.ready: requirements.txt package.json .ci/setup
+	@PYTHON="$(PYTHON)" bash .ci/setup
+
+demo: setup ## train, break, recover, report: every arm on this machine
+	@$(PY) -m payload demo
+
+test: setup ## lint, types and all tests
+	@$(MAKE) --no-print-directory lint
+	@$(PY) -m pytest -q -m "not chaos"
+
+lint: setup ## ruff and strict mypy
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check -q .
+	@.venv/bin/mypy
+
+chaos: setup ## long fault schedules (about half an hour)
+	@$(PY) -m pytest -q -m chaos
+
+test-nvrx: setup ## the recovery and checkpoint tests on another NVRx: make test-nvrx NVRX=0.7.0
+	@PYTHONPATH="$$($(PY) -m tests.nvrx $(NVRX))" $(PY) -m pytest -q -m "not chaos" -k "nvrx or recovery or checkpoint or in_process or in_job or runs"
+
+synth: setup ## templates of every profile, with the time of each
+	@$(PY) -m stacks.synth_all
+
+cost: setup ## hourly cost by part, and an upper bound for the run: make cost PROFILE=p5
+	@$(PY) -m stacks.cost --profile $(PROFILE)
+
+ami: setup ## the newest node image beside the pinned one: make ami PROFILE=p5
+	@$(PY) -m stacks.ami --profile $(PROFILE)
+
+preflight: setup ## quotas, zones, reservations, limits, with your credentials
+	@$(PY) -m stacks.preflight --profile $(PROFILE)
+
+clean: ## removes what set-up and runs left in the checkout
+	rm -rf .venv node_modules .demo .nvrx cdk.out .mypy_cache .ruff_cache .pytest_cache
