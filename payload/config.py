@@ -324,31 +324,33 @@ class RunConfig(_Section):
         return RunConfig.from_dict(merge(self.model_dump(mode="json"), overrides))
 
 
-def describe(error: ValidationError) -> str:
-    """One line a problem: the dotted field, the value, and what is legal."""
+def describe(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
+    """One line a problem: the dotted field, the value, and what is legal. ``root``: the model that was validated."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown field; legal here: {', '.join(_siblings(item['loc']))}")
+            lines.append(f"{where}: unknown field; legal here: {', '.join(_siblings(item['loc'], root))}")
         elif item["type"] == "value_error":
             text = item["msg"].removeprefix("Value error, ")
             lines += [f"{where}.{line}" if where else line for line in text.splitlines()]
+        elif item["type"] == "missing":
+            lines.append(f"{where}: missing; legal: a value must be given")
         else:
             lines.append(f"{where}: {item['input']!r}; legal: {item['msg'].removeprefix('Input should be ')}")
     return "\n".join(lines)
 
 
-def _siblings(location: Sequence[int | str]) -> list[str]:
+def _siblings(location: Sequence[int | str], root: type[BaseModel]) -> list[str]:
     """The fields of the section that ``location`` lies in."""
-    section: type[BaseModel] = RunConfig
+    section = root
     for part in location[:-1]:
-        if part == "schedule":
-            section = FaultSpec
-        elif isinstance(part, str) and part in section.model_fields:
+        if isinstance(part, str) and part in section.model_fields:
             annotation = section.model_fields[part].annotation
-            assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            section = annotation
+            # A tuple of sections: the index that follows in ``location`` changes nothing.
+            inner = get_args(annotation)[0] if get_args(annotation) else annotation
+            assert isinstance(inner, type) and issubclass(inner, BaseModel)
+            section = inner
     return sorted(section.model_fields)
 
 
