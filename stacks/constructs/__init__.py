@@ -1,0 +1,1 @@
+"""Constructs: keyword-only typed arguments, and what they made as attributes."""

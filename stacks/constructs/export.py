@@ -1,0 +1,55 @@
+"""Exports the file system to its S3 data repository before it is torn down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aws_cdk import Duration, Stack
+from aws_cdk import aws_iam as iam
+from constructs import Construct
+
+from stacks.constructs.provider import WaitingProvider, seconds
+
+
+class FileSystemExport(Construct):
+    """On delete: an export task of the data repository, awaited; an error if it fails, and nothing goes on.
+
+    Automatic export is asynchronous, so what was written last is not in the bucket when a Job ends. Create and
+    update do nothing. Place it so that it is deleted after the writers' pods and before the claim.
+
+    Attributes: ``resource`` (depend on it).
+    """
+
+    def __init__(
+        self,
+        scope: Construct,
+        id: str,
+        *,
+        file_system_id: str,
+        paths: Sequence[str] = (),
+        timeout: Duration | None = None,
+    ) -> None:
+        """``paths``: below the file system's root, without a leading slash; empty: everything.
+        ``timeout``: 50 minutes."""
+        super().__init__(scope, id)
+        stack = Stack.of(self)
+        arn = f"arn:{stack.partition}:fsx:{stack.region}:{stack.account}"
+        task = iam.PolicyStatement(
+            actions=["fsx:CreateDataRepositoryTask"],
+            resources=[f"{arn}:file-system/{file_system_id}", f"{arn}:task/*"],
+        )
+        read = iam.PolicyStatement(
+            actions=["fsx:DescribeDataRepositoryTasks", "fsx:DescribeFileSystems"],
+            resources=[f"{arn}:file-system/{file_system_id}", f"{arn}:task/*"],
+        )
+        self.provider = WaitingProvider(
+            self, "Waiting", module="export", statements=[task, read], query_interval=Duration.seconds(30)
+        )
+        properties = {
+            "FileSystemId": file_system_id,
+            "Paths": list(paths),
+            "DeleteSeconds": seconds("timeout", timeout or Duration.minutes(50)),
+        }
+        self.resource = self.provider.resource(
+            self, "Resource", resource_type="Custom::FileSystemExport", properties=properties
+        )
