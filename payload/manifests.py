@@ -24,6 +24,8 @@ from payload.manifest_rules import validate as validate
 CONFIG_MOUNT = "/etc/nvrx-eks"
 CONFIG_KEY = "run.json"
 MEMORY_MOUNT = "/dev/shm"
+SCRATCH_MOUNT = "/scratch"
+"""Temporary files and caches; gone with the pod."""
 RENDEZVOUS_PORT = 29400
 CONTAINER = "training"
 RUN_LABEL = "nvrx-eks/run-id"
@@ -244,7 +246,7 @@ def _volumes(name: str, deployment: Deployment) -> list[Manifest]:
     return [
         shared,
         {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{deployment.shm_mib}Mi"}},
-        {"name": "tmp", "emptyDir": {}},
+        {"name": "scratch", "emptyDir": {}},
         {"name": "config", "configMap": {"name": name}},
     ]
 
@@ -264,7 +266,7 @@ def _container(name: str, config: RunConfig, deployment: Deployment, command: li
         "volumeMounts": [
             {"name": "shared", "mountPath": config.workdir},
             {"name": "memory", "mountPath": MEMORY_MOUNT},
-            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "scratch", "mountPath": SCRATCH_MOUNT},
             {"name": "config", "mountPath": CONFIG_MOUNT, "readOnly": True},
         ],
     }
@@ -282,8 +284,8 @@ def _environment(name: str, deployment: Deployment) -> list[Manifest]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
+        "HOME": SCRATCH_MOUNT,
+        "TMPDIR": SCRATCH_MOUNT,
         **dict(deployment.env),
     }
     downward = {"POD_NAME": "metadata.name", "POD_UID": "metadata.uid", "NODE_NAME": "spec.nodeName"}
