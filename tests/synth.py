@@ -1,0 +1,90 @@
+"""Synthesis in this process, once a profile and session, for tests/stacks and tests/teardown."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Read by jsii when CDK is first imported, so set before that.
+os.environ.setdefault("JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION", "1")
+os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "1")
+
+from aws_cdk import App
+
+from stacks import config
+from stacks.application import Stacks, build
+from stacks.profile import Profile
+
+ROOT = Path(__file__).parents[1]
+PROFILES = tuple(config.names())
+CONTEXT: dict[str, Any] = json.loads((ROOT / "cdk.json").read_text())["context"]
+PARTS = ("network", "cluster", "storage", "gpu-nodes", "training")
+Template = dict[str, Any]
+Resource = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthesis:
+    """One synthesized application: its constructs, and a template for each part of the chain."""
+
+    profile: Profile
+    app: App
+    stacks: Stacks
+    templates: dict[str, Template]
+    """Keyed as PARTS."""
+    stack_dependencies: dict[str, tuple[str, ...]]
+    """What the CDK command line orders stacks by, keyed as PARTS."""
+
+    def of_type(self, part: str, kind: str) -> dict[str, Resource]:
+        """Resources of a CloudFormation type, by logical id."""
+        resources = self.templates[part]["Resources"]
+        return {id: resource for id, resource in resources.items() if resource["Type"] == kind}
+
+    def only(self, part: str, kind: str) -> Resource:
+        """The one resource of the type."""
+        (resource,) = self.of_type(part, kind).values()
+        return resource
+
+    def all_of_type(self, kind: str) -> Iterator[tuple[str, str, Resource]]:
+        """Part, logical id and resource of every resource of the type, in all templates."""
+        for part in self.templates:
+            for id, resource in self.of_type(part, kind).items():
+                yield part, id, resource
+
+    def logical_id(self, construct: Any) -> str:
+        """Of a construct's resource, so that no test spells a hashed id."""
+        resource = construct.node.default_child or construct
+        stack = next(stack for stack in self.stacks.chain if resource.node.path.startswith(stack.node.path + "/"))
+        found = stack.resolve(resource.logical_id)
+        assert isinstance(found, str)
+        return found
+
+
+def synthesize(profile: Profile, context: Mapping[str, Any] | None = None) -> Synthesis:
+    """Synthesizes without cache, leaving no files behind. CDK's own rules are off: cfn-lint and cdk-nag are run."""
+    with tempfile.TemporaryDirectory() as folder:
+        quick = {"@aws-cdk/core:validateAgainstDefaultRules": False, "aws:cdk:enable-path-metadata": False}
+        app = App(context={**CONTEXT, **quick, **(context or {})}, outdir=folder)
+        stacks = build(app, profile)
+        assembly = app.synth()
+        names = {stack.stack_name: part for part, stack in zip(PARTS, stacks.chain, strict=True)}
+        templates: dict[str, Template] = {}
+        dependencies: dict[str, tuple[str, ...]] = {}
+        for artifact in assembly.stacks:
+            part = names[artifact.stack_name]
+            templates[part] = json.loads(Path(artifact.template_full_path).read_text())
+            found = [names[item.id] for item in artifact.dependencies if item.id in names]
+            dependencies[part] = tuple(sorted(found, key=PARTS.index))
+    return Synthesis(profile=profile, app=app, stacks=stacks, templates=templates, stack_dependencies=dependencies)
+
+
+@functools.cache
+def synthesis(name: str) -> Synthesis:
+    """The application of one of PROFILES; shared by all tests, so not to be changed."""
+    return synthesize(config.load(name))
