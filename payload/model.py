@@ -112,9 +112,8 @@ class CausalLM(Task):
         labels = batch["labels"]
         # Padding only ever follows the real tokens of a sample, so the causal mask alone hides it from them.
         logits = model(input_ids=batch["tokens"], use_cache=False).logits
-        loss_sum = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        loss_sum = each.double().sum()  # In fp32 the sum would depend on how the batch is split over ranks.
         return loss_sum, (labels != IGNORED).sum()
 
     def initialise(self, model: nn.Module) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.parallel import DistributedDataParallel
 
 from payload.config import ConfigError, RunConfig
 from payload.recovery.base import Attempt
@@ -80,17 +77,25 @@ def distribute(config: RunConfig, task: Task, model: nn.Module, device: torch.de
     if config.model.precision == "bf16":
         for parameter in model.parameters():  # Not model.to(): rotary frequencies and other buffers stay fp32.
             parameter.data = parameter.data.to(torch.bfloat16)
-    if config.parallelism.strategy == "ddp":
-        _materialise(model, device)
-        return _replicate(model, device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = _policy(config)
+    mesh, policy = _mesh(config, device), _policy(config)
     for layer in task.layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     _sum_gradients(model.modules())
     _materialise(model, device)
     return model
+
+
+def _mesh(config: RunConfig, device: torch.device) -> DeviceMesh:
+    """All ranks share one copy (fsdp2), or each has its own, a shard group of one (ddp).
+
+    Not DistributedDataParallel: it regroups its buckets after the first step of a process, and a ring adds the ranks
+    in an order that depends on the place in a bucket, so a restarted run would differ from the straight one.
+    """
+    world_size = dist.get_world_size()
+    if config.parallelism.strategy == "ddp":
+        return init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
 
 
 def _policy(config: RunConfig) -> MixedPrecisionPolicy:
@@ -107,52 +112,18 @@ def _sum_gradients(modules: Iterable[nn.Module]) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _replicate(model: nn.Module, device: torch.device) -> nn.Module:
-    # DDP regroups its buckets after the first step of a process unless it looks for unused parameters, and the ring
-    # adds the ranks in an order that depends on the place in a bucket: a restarted run would differ in the last bit.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,
-        broadcast_buffers=False,
-        find_unused_parameters=True,
-    )
-
-
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Moves to the device, giving real memory to what is on the meta device; tied parameters stay tied."""
-    made: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        return torch.empty_like(tensor, device=device)
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                known = made.setdefault(id(parameter), nn.Parameter(real(parameter.detach()), parameter.requires_grad))
-                assert isinstance(known, nn.Parameter)
-                module._parameters[name] = known
     model._apply(real)  # type: ignore[no-untyped-call]
 
 
-def gradient_scale(model: nn.Module) -> float:
-    """What turns this model's reduced gradients into the sum over ranks: DDP divides by the world size."""
-    return float(dist.get_world_size()) if isinstance(model, DistributedDataParallel) else 1.0
-
-
-def compute_context(config: RunConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Around forward: FSDP2 casts by itself, DDP in mixed precision needs autocast."""
-    if config.parallelism.strategy == "ddp" and config.model.precision == "mixed":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The task's own model inside DDP's wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def num_copies(config: RunConfig) -> int:
+    """How many ranks hold the same gradients after the reduction."""
+    return dist.get_world_size() if config.parallelism.strategy == "ddp" else 1
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:

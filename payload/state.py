@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from payload.checkpoint.base import CheckpointError, StateDict
 from payload.data import fingerprint
 from payload.optim import MOMENTS, set_step
-from payload.parallel import bare, whole
+from payload.parallel import whole
 
 
 def _integer(value: int = 0) -> Tensor:
@@ -42,14 +42,13 @@ class RunState:
 
     def state_dict(self) -> StateDict:
         """The live tensors themselves, no copies."""
-        inner = bare(self.model)
         moments = {
             name: {moment: self.optimizer.state[parameter][moment] for moment in MOMENTS}
-            for name, parameter in inner.named_parameters()
+            for name, parameter in self.model.named_parameters()
             if parameter in self.optimizer.state
         }
         return {
-            "model": {name: tensor.detach() for name, tensor in inner.state_dict().items()},
+            "model": {name: tensor.detach() for name, tensor in self.model.state_dict().items()},
             "optimizer": moments,
             "progress": {"step": self.step, "position": self.position, "data": self.data},
         }

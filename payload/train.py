@@ -180,7 +180,7 @@ def _load(program: _Program) -> None:
     loaded = session.checkpointer.load(state.state_dict())
     if loaded is None:
         if session.task.deferred:
-            session.task.initialise(parallel.bare(program.model))
+            session.task.initialise(program.model)
         state.data.fill_(data)
     else:
         state.check_loaded(loaded.step, data)
@@ -239,8 +239,7 @@ def _step(program: _Program) -> _Agreed:
     positions = rank_positions(first, batch_size, attempt.rank, attempt.world_size)
     batch = collate((session.dataset[program.order(p)] for p in positions), session.device)
     data_s = time.monotonic() - started
-    with parallel.compute_context(config, session.device):
-        loss_sum, num_tokens = session.task.loss(program.model, batch)
+    loss_sum, num_tokens = session.task.loss(program.model, batch)
     loss_sum.backward()  # type: ignore[no-untyped-call]
     agreed = _agree(program, loss_sum.detach(), num_tokens.detach())
     rate = _update(program, agreed, step)
@@ -260,13 +259,11 @@ def _step(program: _Program) -> _Agreed:
 
 def _agree(program: _Program, loss_sum: Tensor, num_tokens: Tensor) -> _Agreed:
     """Collective: one small all-reduce carries all that ranks have to agree on in a step."""
-    session, world_size = program.session, program.attempt.world_size
+    session = program.session
     reason = session.checkpointer.poll()
     if reason is not None:
         session.events.emit("save_failed", step=program.step, reason=reason)
-    scale = parallel.gradient_scale(program.model)
-    copies = world_size if program.config.parallelism.strategy == "ddp" else 1
-    squares = local_square_sum(program.parameters, session.device, copies) * scale**2
+    squares = local_square_sum(program.parameters, session.device, parallel.num_copies(program.config))
     flags = torch.tensor([session.stop_requested, reason is not None], dtype=torch.float64, device=session.device)
     packet = torch.cat([torch.stack([loss_sum.double(), num_tokens.double(), squares]), flags])
     dist.all_reduce(packet)
@@ -282,8 +279,7 @@ def _update(program: _Program, agreed: _Agreed, step: int) -> float:
     if not math.isfinite(agreed.loss_sum) or not math.isfinite(norm):
         raise TrainingError(f"step {step}: loss {agreed.loss_sum / agreed.num_tokens}, gradient norm {norm}")
     training = program.config.training
-    factor = parallel.gradient_scale(program.model) / agreed.num_tokens * clip_factor(norm, training.gradient_clip)
-    scale_gradients(program.parameters, factor)
+    scale_gradients(program.parameters, clip_factor(norm, training.gradient_clip) / agreed.num_tokens)
     rate = learning_rate(training, step)
     for group in program.optimizer.param_groups:
         group["lr"] = rate
@@ -323,7 +319,7 @@ def _what_ran(program: _Program) -> dict[str, Any]:
         "generation": program.attempt.generation,
         "device": session.device.type,
         "backend": dist.get_backend(),
-        "strategy": type(program.model).__name__,
+        "strategy": program.config.parallelism.strategy,
         "task": type(session.task).__name__,
         "checkpointer": type(session.checkpointer).__name__,
         "position": int(program.state.position),

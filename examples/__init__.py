@@ -1,0 +1,1 @@
+"""Tasks of one's own: see docs/task.md."""
