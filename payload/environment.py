@@ -1,0 +1,156 @@
+"""What a pod and a worker are told by their environment; the only module of payload/ that reads it.
+
+The manifest sets the pod's variables, the launcher adds the worker's. Each missing or bad variable is one
+ConfigError that names it and says what is legal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.config import ConfigError, RunConfig
+
+CONFIG = "NVRX_EKS_CONFIG"
+INDEX = "JOB_COMPLETION_INDEX"
+COORDINATOR = "NVRX_EKS_COORDINATOR"
+PORT = "NVRX_EKS_PORT"
+HOSTS = "NVRX_EKS_HOSTS"
+RUNNER = "NVRX_EKS_RUNNER"
+CYCLE = "NVRX_EKS_CYCLE"
+STORE = "NVRX_EKS_STORE"
+LAUNCHER = "NVRX_EKS_LAUNCHER"
+WARM = "NVRX_EKS_WARM"
+FORK_SERVER = "NVRX_EKS_FORK_SERVER"
+WORKER_MODULE = "NVRX_EKS_WORKER"
+DEFAULT_WORKER = "payload.worker"
+
+
+@dataclass(frozen=True)
+class PodEnvironment:
+    """What the manifest tells the launcher."""
+
+    config: RunConfig
+    index: int
+    """Completion index of the Job; the group rank of this node."""
+    coordinator: str
+    """Name of pod 0."""
+    port: int
+    """Port of pod 0's store."""
+    pod_name: str
+    pod_uid: str
+    node_name: str
+    hosts_file: Path | None
+    """Lines ``name address`` that come before DNS; only where pods are local processes."""
+    runner_dir: Path | None
+    """Where a fault may ask for the loss of a pod; only where pods are local processes."""
+    worker_module: str
+    """Module run as a worker."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, str] | None = None) -> PodEnvironment:
+        """From the process's environment, or from ``values``. Raises ConfigError."""
+        values = os.environ if values is None else values
+        config = _config(values)
+        index = _integer(values, INDEX, 0, config.parallelism.num_nodes - 1)
+        return cls(
+            config=config,
+            index=index,
+            coordinator=_text(values, COORDINATOR, "the name of pod 0"),
+            port=_integer(values, PORT, 1, 65535),
+            pod_name=_text(values, "POD_NAME", "the pod's name"),
+            pod_uid=_text(values, "POD_UID", "the pod's uid"),
+            node_name=_text(values, "NODE_NAME", "the node's name"),
+            hosts_file=_path(values, HOSTS),
+            runner_dir=_path(values, RUNNER),
+            worker_module=values.get(WORKER_MODULE) or DEFAULT_WORKER,
+        )
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """What the agent and the launcher tell a worker, as it starts."""
+
+    config: RunConfig
+    rank: int
+    """Global rank at the start of the process; in-process restarts may assign another one."""
+    world_size: int
+    local_rank: int
+    pod_index: int
+    cycle: int
+    """Number of this start of the worker group in the whole run; the same on all ranks."""
+    store_host: str
+    store_port: int
+    """The store in pod 0's launcher."""
+    node_name: str
+    runner_dir: Path | None
+    warm: bool
+    """Forked from a process that had done the imports."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, str] | None = None) -> WorkerEnvironment:
+        """From the process's environment, or from ``values``. Raises ConfigError."""
+        values = os.environ if values is None else values
+        config = _config(values)
+        world_size = _integer(values, "WORLD_SIZE", 1, config.world_size)
+        host, _, port = _text(values, STORE, "host:port of the launcher's store").rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"{STORE}: {values[STORE]!r}; legal: host:port of the launcher's store")
+        return cls(
+            config=config,
+            rank=_integer(values, "RANK", 0, world_size - 1),
+            world_size=world_size,
+            local_rank=_integer(values, "LOCAL_RANK", 0, config.parallelism.ranks_per_node - 1),
+            pod_index=_integer(values, INDEX, 0, config.parallelism.num_nodes - 1),
+            cycle=_integer(values, CYCLE, 0, 10**9),
+            store_host=host,
+            store_port=int(port),
+            node_name=_text(values, "NODE_NAME", "the node's name"),
+            runner_dir=_path(values, RUNNER),
+            warm=values.get(WARM) == "1",
+        )
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Adds to this process's environment, which the agent's workers inherit."""
+    os.environ.update(values)
+
+
+def replace(values: Mapping[str, str]) -> None:
+    """Makes ``values`` the whole environment: a forked worker takes over that of the process it stands for."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of this process's environment, for a child process."""
+    return dict(os.environ)
+
+
+def _config(values: Mapping[str, str]) -> RunConfig:
+    path = Path(_text(values, CONFIG, "path of the run's config (JSON)"))
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{CONFIG}: {path}: {error.strerror}; legal: a readable file") from error
+    return RunConfig.from_json(text)
+
+
+def _text(values: Mapping[str, str], name: str, legal: str) -> str:
+    value = values.get(name, "")
+    if not value:
+        raise ConfigError(f"{name}: not set; legal: {legal}")
+    return value
+
+
+def _integer(values: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = _text(values, name, f"{low} to {high}")
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise ConfigError(f"{name}: {text!r}; legal: {low} to {high}")
+    return int(text)
+
+
+def _path(values: Mapping[str, str], name: str) -> Path | None:
+    return Path(values[name]) if values.get(name) else None

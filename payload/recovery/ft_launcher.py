@@ -1,0 +1,106 @@
+"""NVRx's ft_launcher in this process, with options that the installed release accepts.
+
+What differs between releases is asked of the release's own argument parser, never of its version number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import Any
+
+from payload import environment
+from payload.agent import Observer, no_action, run_agent
+from payload.environment import PodEnvironment
+from payload.meeting import Meeting
+
+
+def ft_arguments(pod: PodEnvironment, host: str, local_address: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The options of ft_launcher for this pod, without the command of the worker.
+
+    Args:
+        host: address of pod 0, whose launcher holds the store.
+        local_address: address by which the other pods reach this one.
+        parser: the release's own.
+    """
+    config = pod.config
+    timeouts, parallelism = config.timeouts, config.parallelism
+    rendezvous = {
+        "is_host": str(pod.index == 0).lower(),
+        "join_timeout": str(int(timeouts.join_s)),
+        "last_call_timeout": str(max(1, int(timeouts.last_call_s))),
+        "read_timeout": str(int(timeouts.join_s)),
+    }
+    # A surviving node must never train alone: all nodes, or none.
+    always = {
+        "--nnodes": f"{parallelism.num_nodes}:{parallelism.num_nodes}",
+        "--nproc-per-node": str(parallelism.ranks_per_node),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{host}:{pod.port}",
+        "--rdzv-id": config.run_id,
+        "--rdzv-conf": ",".join(f"{key}={value}" for key, value in rendezvous.items()),
+        "--local-addr": local_address,
+        "--node-rank": str(pod.index),
+        "--max-restarts": str(config.recovery.max_restarts),
+        "--monitor-interval": f"{timeouts.poll_s:g}",
+        "--term-timeout": f"{timeouts.save_grace_s:g}",
+        "--workers-stop-timeout": str(max(1, int(timeouts.grace_s))),
+        "--ft-workload-check-interval": f"{min(0.5, timeouts.heartbeat_s / 4):g}",
+        "--ft-rank-heartbeat-timeout": f"{timeouts.heartbeat_s:g}",
+        "--ft-initial-rank-heartbeat-timeout": f"{timeouts.initial_heartbeat_s:g}",
+        "--ft-rank-termination-signal": "SIGKILL",
+    }
+    # Only where the release has them. Checks of hardware that a CPU run lacks; waits for GPU memory that it never had.
+    cpu = parallelism.device == "cpu"
+    where_known = {
+        "--ft-restart-policy": "any-failed",
+        "--ft-enable-nic-monitor": str(not cpu).lower(),
+        "--ft-enable-nic-healthcheck": str(not cpu).lower(),
+    }
+    known = {option for action in parser._actions for option in action.option_strings}
+    options = [*always.items(), *((name, value) for name, value in where_known.items() if name in known)]
+    return [f"{name}={value}" for name, value in options]
+
+
+def run_ft_launcher(pod: PodEnvironment, meeting: Meeting, observer: Observer) -> None:
+    """Runs ft_launcher's agent, which restarts the workers of all pods after a failure, until the run is complete.
+
+    Raises what payload.agent.run_torchrun raises.
+    """
+    from nvidia_resiliency_ext.fault_tolerance import launcher
+
+    # From 0.6 on the agents take their rank from here.
+    environment.export({"GROUP_RANK": str(pod.index)})
+    _pin_descriptors(pod)
+    _take_over_signals(launcher)
+    parser = launcher.get_args_parser()
+    options = ft_arguments(pod, meeting.host, meeting.local_address, parser)
+    arguments = parser.parse_args([*options, "--no-python", *observer.command])
+    run_agent(launcher, observer, lambda: launcher.run(arguments))
+
+
+def _pin_descriptors(pod: PodEnvironment) -> None:
+    """Releases without GROUP_RANK sort the nodes by descriptor: let it begin with the completion index.
+
+    The pod's uid keeps a replaced pod apart from the one before, which had the same index and often the same pid.
+    """
+    try:
+        from nvidia_resiliency_ext.fault_tolerance import _ft_rendezvous as rendezvous
+    except ImportError:
+        return
+    numbers = itertools.count()
+
+    class Pinned:
+        def generate(self, local_addr: str | None = None) -> Any:
+            return rendezvous._NodeDesc(f"{pod.index:06d}-{pod.pod_uid}", 0, next(numbers))
+
+    rendezvous.FtRendezvousHandler._node_desc_generator = Pinned()
+
+
+def _take_over_signals(launcher: Any) -> None:
+    """The launcher's own supervisor handles SIGTERM; the handlers that these modules set would raise instead."""
+    for name in ("_terminate_process_handler", "_rdzv_signal_exception_handler"):
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("nvidia_resiliency_ext") and hasattr(module, name):
+                setattr(module, name, no_action)
