@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aws_cdk import RemovalPolicy
+from aws_cdk import Acknowledgment, RemovalPolicy, Validations
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_logs as logs
 from constructs import Construct
@@ -53,6 +53,8 @@ class NetworkStack(ProfileStack):
                 ec2.SubnetConfiguration(name="private", subnet_type=ec2.SubnetType.PRIVATE_WITH_EGRESS),
             ],
         )
+        reason = "nodes, reservation and file system must share the zone that the profile names"
+        Validations.of(self).acknowledge(Acknowledgment(id="CloudFormation-Validate::W3010", reason=reason))
         # Image layers and checkpoint exports would otherwise pay the NAT gateway by the gigabyte.
         vpc.add_gateway_endpoint("S3", service=ec2.GatewayVpcEndpointAwsService.S3)
         group = logs.LogGroup(

@@ -67,10 +67,9 @@ class Synthesis:
 
 
 def synthesize(profile: Profile, context: Mapping[str, Any] | None = None) -> Synthesis:
-    """Synthesizes without cache, leaving no files behind. CDK's own rules are off: cfn-lint and cdk-nag are run."""
+    """Synthesizes without cache, leaving no files behind."""
     with tempfile.TemporaryDirectory() as folder:
-        quick = {"@aws-cdk/core:validateAgainstDefaultRules": False, "aws:cdk:enable-path-metadata": False}
-        app = App(context={**CONTEXT, **quick, **(context or {})}, outdir=folder)
+        app = App(context={**CONTEXT, **(context or {})}, outdir=folder)
         stacks = build(app, profile)
         assembly = app.synth()
         names = {stack.stack_name: part for part, stack in zip(PARTS, stacks.chain, strict=True)}
