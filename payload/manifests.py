@@ -65,7 +65,7 @@ def render_prepare_data(config: RunConfig, deployment: Deployment, arguments: Se
     _refuse_tokens(config, deployment)
     _check_mounts(config)
     plain = dataclasses.replace(deployment, num_gpus=0, num_efa=0, hugepages_2mi_mib=0, memory_mib=0, cpu="")
-    command = ["python", "-m", "payload", "prepare-data", "--output", str(config.data_dir), *arguments]
+    command = ["python", "-m", "payload", "prepare-data", "--out", str(config.data_dir), *arguments]
 
     def build(name: str, image: str) -> Manifest:
         pod = _pod_spec(name, config, dataclasses.replace(plain, image=image), command)
