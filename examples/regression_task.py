@@ -43,7 +43,7 @@ class Network(nn.Module):
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x).squeeze(-1)  # type: ignore[no-any-return]
+        return self.leave(x)  # type: ignore[no-any-return]
 
 
 class Curve:
@@ -75,7 +75,7 @@ class RegressionTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         known = batch["known"]
-        squares = (model(batch["x"]) - batch["y"]).square()
+        squares = (model(batch["x"]).squeeze(-1) - batch["y"]).square()
         return (squares * known).sum(), known.sum()
 
     def layers(self, model: nn.Module) -> Iterable[nn.Module]:

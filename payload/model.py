@@ -190,7 +190,7 @@ def _hub_weights(name: str) -> dict[str, Tensor]:
 
 def _unknown(name: str, error: Exception) -> ConfigError:
     legal = f"{', '.join(SHAPES)}, a hub id, or a folder with config.json and weights of a causal LM"
-    return ConfigError(f"model.name: {name!r}: {error}; legal: {legal}")
+    return ConfigError(f"model.name: {name!r}: {' '.join(str(error).split())}; legal: {legal}")
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     if not isinstance(tensor, DTensor):
         return tensor, 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offsets[0]
+    return tensor.to_local().detach(), offsets[0]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class HubTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--tokenizer: {name!r}: {error}; legal: {legal}") from error
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"--tokenizer: {name!r}: {reason}; legal: {legal}") from error
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"--tokenizer: {name!r} has no end-of-text token; legal: a tokenizer with one")
         self.end_of_text = int(self._tokenizer.eos_token_id)
