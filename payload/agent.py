@@ -206,7 +206,7 @@ def run_agent(module: Any, observer: Observer, launch: Callable[[], object]) -> 
         launch()
     except (NoProgress, Refused, Stopped, UnfitNode):
         raise
-    except Exception as error:  # noqa: BLE001 - agents raise many kinds, and each ends this launcher
+    except Exception as error:
         raise WorkersFailed(str(error)) from error
     finally:
         module.LocalElasticAgent = base

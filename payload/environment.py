@@ -21,9 +21,7 @@ HOSTS = "NVRX_EKS_HOSTS"
 RUNNER = "NVRX_EKS_RUNNER"
 CYCLE = "NVRX_EKS_CYCLE"
 STORE = "NVRX_EKS_STORE"
-LAUNCHER = "NVRX_EKS_LAUNCHER"
 WARM = "NVRX_EKS_WARM"
-FORK_SERVER = "NVRX_EKS_FORK_SERVER"
 WORKER_MODULE = "NVRX_EKS_WORKER"
 DEFAULT_WORKER = "payload.worker"
 
@@ -116,6 +114,12 @@ class WorkerEnvironment:
 def export(values: Mapping[str, str]) -> None:
     """Adds to this process's environment, which the agent's workers inherit."""
     os.environ.update(values)
+
+
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Adds what this process's environment does not hold yet."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def replace(values: Mapping[str, str]) -> None:

@@ -27,6 +27,14 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 _LOOK_S = 0.5
+_DEFAULTS = {
+    # NVRx polls stores with short timeouts, and torch would warn of each.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # Entries of the flight recorder, whose trace is kept when an attempt is abandoned.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+}
+"""Environment of the workers where the pod does not set it."""
 
 
 class Launcher:
@@ -50,6 +58,7 @@ class Launcher:
         if reason is not None:
             return self._end(EXIT_NO_PROGRESS, f"the run has stopped itself: {reason}")
         self._catch_signals()
+        environment.set_defaults(_DEFAULTS)
         code, why = self._work()
         if code not in (0, EXIT_UNFIT_NODE) and self._budget.stopped() is not None:
             code = EXIT_NO_PROGRESS
@@ -79,7 +88,6 @@ class Launcher:
         environment.export(
             {
                 environment.STORE: f"{self._meeting.host}:{self._meeting.port}",
-                environment.LAUNCHER: str(os.getpid()),
             }
         )
         if restarts_alone:

@@ -10,6 +10,8 @@ import itertools
 import sys
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from payload import environment
 from payload.agent import Observer, no_action, run_agent
 from payload.environment import PodEnvironment
@@ -73,6 +75,7 @@ def run_ft_launcher(pod: PodEnvironment, meeting: Meeting, observer: Observer) -
     # From 0.6 on the agents take their rank from here.
     environment.export({"GROUP_RANK": str(pod.index)})
     _pin_descriptors(pod)
+    _share_store()
     _take_over_signals(launcher)
     parser = launcher.get_args_parser()
     options = ft_arguments(pod, meeting.host, meeting.local_address, parser)
@@ -96,6 +99,20 @@ def _pin_descriptors(pod: PodEnvironment) -> None:
             return rendezvous._NodeDesc(f"{pod.index:06d}-{pod.pod_uid}", 0, next(numbers))
 
     rendezvous.FtRendezvousHandler._node_desc_generator = Pinned()
+
+
+def _share_store() -> None:
+    """0.4.1's rendezvous opens a server of its own; newer ones, as torch's, share the one in this process."""
+    try:
+        from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import c10d_rendezvous_backend
+    except ImportError:
+        return
+
+    class SharedStore(TCPStore):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "multi_tenant": True})
+
+    c10d_rendezvous_backend.TCPStore = SharedStore
 
 
 def _take_over_signals(launcher: Any) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import TCPStore
 
 from payload.budget import NoProgress, RestartBudget
-from payload.config import EXIT_NO_PROGRESS, RunConfig
+from payload.config import EXIT_NO_PROGRESS
 from payload.environment import WorkerEnvironment
 from payload.events import EventLog
 from payload.recovery.abort import dump_trace, leave_groups, open_sockets
@@ -160,7 +160,8 @@ class InProcessArm:
         smallest = recovery.min_world_size or self._environment.world_size
         retry = inprocess.initialize.RetryController(recovery.max_restarts + 1, smallest, smallest)
         abort: list[Any] = [_Abort(self)]
-        initialize: list[Any] = [_Begin(self), retry]
+        # The budget is not spent on a world that is too small to go on with: the launcher's restart will be.
+        initialize: list[Any] = [retry, _Begin(self)]
         extra: dict[str, Any] = {}
         if self._nested:
             nested = inprocess.nested_restarter

@@ -14,12 +14,12 @@ from datetime import timedelta
 
 
 def preload(config):
-    import torch.distributed  # noqa: F401
+    import torch.distributed
 
-    import payload.recovery  # noqa: F401
+    import payload.recovery
 
     if config.recovery.arm != "kubernetes":
-        import payload.recovery.in_process  # noqa: F401
+        import payload.recovery.in_process
 
 
 class Job:
