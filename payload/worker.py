@@ -9,7 +9,6 @@ import importlib
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -48,8 +47,8 @@ def run(environment: WorkerEnvironment) -> int:
     """The whole life of the worker but its end; returns the exit code. Raises ConfigError."""
     config = environment.config
     events = EventLog.for_rank(config.events_dir, environment.rank)
-    begun = time.time() if environment.warm else started_wall(os.getpid())
-    events.emit("process_start", started_wall=begun, warm=environment.warm, cycle=environment.cycle)
+    started = started_wall(os.getpid())
+    events.emit("process_start", started_wall=started, warm=environment.warm, cycle=environment.cycle)
     code = 1
     try:
         code = _run(environment, events)
