@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aws_cdk import CfnOutput, Environment, Stack, Tags
+from aws_cdk import CfnOutput, Environment, RemovalPolicies, Stack, Tags
 from constructs import Construct
 
 from stacks.profile import Profile
@@ -23,6 +23,8 @@ class ProfileStack(Stack):
             description=description,
         )
         self.profile = profile
+        # CDK keeps the log groups of its own functions; nothing is to outlive `cdk destroy`.
+        RemovalPolicies.of(self).destroy(apply_to_resource_types=["AWS::Logs::LogGroup"])
         for key, value in profile.tags.items():
             Tags.of(self).add(key, value)
 

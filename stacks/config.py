@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,11 @@ def parse(text: str) -> Profile:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not TOML: {error}") from error
+    return validate(values)
+
+
+def validate(values: Mapping[str, Any]) -> Profile:
+    """A profile from the tables of its file; raises ConfigError."""
     try:
         return Profile.model_validate(values)
     except ValidationError as error:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "1")
 
 from aws_cdk import App
 
+from payload.config import merge
 from stacks import config
 from stacks.application import Stacks, build
 from stacks.profile import Profile
@@ -25,6 +27,31 @@ ROOT = Path(__file__).parents[1]
 PROFILES = tuple(config.names())
 CONTEXT: dict[str, Any] = json.loads((ROOT / "cdk.json").read_text())["context"]
 PARTS = ("network", "cluster", "storage", "gpu-nodes", "training")
+VPC = {
+    "network.vpc_id": "vpc-0123456789abcdef0",
+    "network.gpu_subnet_id": "subnet-0123456789abcdef0",
+    "network.second_subnet_id": "subnet-0123456789abcdef1",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "guest": {
+        **VPC,
+        "cluster.endpoint": "private",
+        "cluster.admin_role_arn": "arn:aws:iam::123456789012:role/platform",
+        "storage.export_bucket": "results-of-mine",
+        "storage.export_prefix": "llm/runs",
+        "idle_guard.minutes": 0,
+    },
+    "changed": {
+        "cluster.public_cidrs": ["203.0.113.0/24"],
+        "storage.allow_data_loss": True,
+        "nodes.ami": "ami-0123456789abcdef0",
+        "nodes.placement_group": True,
+        "nodes.replace_on_change": True,
+        "nodes.taints": [{"key": "nvidia.com/gpu"}, {"key": "team", "value": "llm", "effect": "NoExecute"}],
+        "nodes.labels": {"team": "llm"},
+    },
+}
+"""Of p5: in the user's VPC, all private, with an export bucket; and with the other choices that change templates."""
 Template = dict[str, Any]
 Resource = dict[str, Any]
 
@@ -40,6 +67,8 @@ class Synthesis:
     """Keyed as PARTS."""
     stack_dependencies: dict[str, tuple[str, ...]]
     """What the CDK command line orders stacks by, keyed as PARTS."""
+    warnings: tuple[str, ...]
+    """What synthesis says to the user."""
 
     def of_type(self, part: str, kind: str) -> dict[str, Resource]:
         """Resources of a CloudFormation type, by logical id."""
@@ -75,15 +104,31 @@ def synthesize(profile: Profile, context: Mapping[str, Any] | None = None) -> Sy
         names = {stack.stack_name: part for part, stack in zip(PARTS, stacks.chain, strict=True)}
         templates: dict[str, Template] = {}
         dependencies: dict[str, tuple[str, ...]] = {}
+        warnings: list[str] = []
         for artifact in assembly.stacks:
             part = names[artifact.stack_name]
             templates[part] = json.loads(Path(artifact.template_full_path).read_text())
             found = [names[item.id] for item in artifact.dependencies if item.id in names]
             dependencies[part] = tuple(sorted(found, key=PARTS.index))
-    return Synthesis(profile=profile, app=app, stacks=stacks, templates=templates, stack_dependencies=dependencies)
+            warnings += [str(message.entry.data) for message in artifact.messages]
+    return Synthesis(
+        profile=profile,
+        app=app,
+        stacks=stacks,
+        templates=templates,
+        stack_dependencies=dependencies,
+        warnings=tuple(warnings),
+    )
 
 
 @functools.cache
 def synthesis(name: str) -> Synthesis:
     """The application of one of PROFILES; shared by all tests, so not to be changed."""
     return synthesize(config.load(name))
+
+
+@functools.cache
+def variant(name: str) -> Synthesis:
+    """One of VARIANTS; shared as well."""
+    tables = tomllib.loads((config.PROFILES / "p5.toml").read_text())
+    return synthesize(config.validate(merge(tables, VARIANTS[name])))
