@@ -6,6 +6,7 @@ What runs is the manifest, field by field; one that is not implemented is refuse
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -108,7 +109,7 @@ class LocalCluster:
         """
         job = self._accept(manifests, speedup)
         maps = {item["metadata"]["name"]: item.get("data", {}) for item in manifests if item["kind"] == "ConfigMap"}
-        base = Path(tempfile.mkdtemp(prefix="nvrx-"))
+        base = Path(tempfile.mkdtemp(prefix=f"nvrx-{os.getpid()}-"))
         kubelet = None
         try:
             kubelet = LocalKubelet(job, maps, self.root, base, self._env, self._memory_root)

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from payload.process import become_subreaper, die_with_parent, kill_below, reap
+from payload.process import become_subreaper, descendants, die_with_parent, kill_below, reap, send
 
 
 class Sandbox:
@@ -35,7 +35,8 @@ class Sandbox:
         if command["do"] == "start":
             self._start(command)
         elif command["do"] == "kill":
-            kill_below(os.getpid())
+            # Not waited for here: the container's exit status belongs to reap().
+            send(descendants(os.getpid()), signal.SIGKILL)
         elif self._container is not None:
             self._container.send_signal(command["number"])
 
