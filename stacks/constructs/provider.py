@@ -107,7 +107,7 @@ def handler_function(
         role=role,
         log_group=log_group,
         memory_size=256,
-        timeout=timeout or Duration.minutes(3),
+        timeout=timeout or Duration.minutes(4),
         **placed,
     )
 
