@@ -105,7 +105,7 @@ seen = {"env": dict(os.environ), "config": config, "hosts": hosts, "cwd": os.get
         assert env["JOB_COMPLETION_INDEX"] == str(index) and env["POD_UID"] == started["uid"]
         assert env["POD_NAME"].startswith(f"{name}-{index}-") and env["NODE_NAME"] == started["node"]
         assert env["NVRX_EKS_COORDINATOR"] == f"{name}-0.{name}.nvrx-eks.svc"
-        assert f"{env['NVRX_EKS_COORDINATOR']} 127.0.0.1\n" in seen["hosts"]
+        assert f"{name}-{index}.{name}.nvrx-eks.svc 127.0.0.{index + 1}\n" in seen["hosts"], "its own name at least"
         assert env["NVRX_EKS_PORT"] != "29400" and env["OMP_NUM_THREADS"] == "1" and env["EXTRA"] == "1"
         assert "PYTEST_CURRENT_TEST" not in env, "nothing of this process's environment gets in"
         assert seen["config"]["workdir"] == str(shared(cluster))
