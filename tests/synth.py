@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION", "1")
 os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "1")
 
-from aws_cdk import App
+from aws_cdk import App, CfnElement
 
 from payload.config import merge
 from stacks import config
@@ -88,7 +88,9 @@ class Synthesis:
 
     def logical_id(self, construct: Any) -> str:
         """Of a construct's resource, so that no test spells a hashed id."""
-        resource = construct.node.default_child or construct
+        resource = construct
+        while not isinstance(resource, CfnElement):
+            resource = resource.node.default_child
         stack = next(stack for stack in self.stacks.chain if resource.node.path.startswith(stack.node.path + "/"))
         found = stack.resolve(resource.logical_id)
         assert isinstance(found, str)

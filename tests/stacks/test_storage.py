@@ -70,7 +70,7 @@ def test_export_to_a_bucket() -> None:
     assert set(association["S3"]["AutoExportPolicy"]["Events"]) == {"NEW", "CHANGED", "DELETED"}
     assert guest.profile.run.run_dir.is_relative_to(f"{guest.profile.run.workdir}/runs")
     assert guest.templates["storage"]["Outputs"]["ExportPath"]["Value"] == "s3://results-of-mine/llm/runs"
-    assert not guest.warnings
+    assert not [warning for warning in guest.warnings if "destroy" in warning]
 
 
 def test_synthesis_says_what_destroying_costs() -> None:
