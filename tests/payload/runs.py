@@ -90,12 +90,9 @@ class Run:
         return self
 
 
-def test_config(**overrides: Any) -> RunConfig:
-    """BASE with dotted overrides: ``test_config(**{"recovery.arm": "in-job"})``."""
+def make_config(**overrides: Any) -> RunConfig:
+    """BASE with dotted overrides: ``make_config(**{"recovery.arm": "in-job"})``."""
     return RunConfig().with_overrides({**BASE, **overrides})
-
-
-test_config.__test__ = False  # type: ignore[attr-defined]
 
 
 def run_job(
@@ -117,7 +114,7 @@ def run_job(
         env: set in every container.
     """
     cluster = LocalCluster(tmp_path / "cluster", env=env, node_deletion_raw_s=node_deletion_raw_s)
-    config = test_config(**overrides)
+    config = make_config(**overrides)
     host = on_host(config, cluster, LOCAL)
     if not host.data_dir.exists():
         host.data_dir.parent.mkdir(parents=True, exist_ok=True)
