@@ -1,0 +1,217 @@
+"""The comparison of runs as a table in the terminal, and ``python -m payload report RUN_DIR...``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from payload.buckets import BUCKETS
+from payload.events import EventError
+from payload.goodput import RunReport, analyse
+from payload.published import MARK
+
+_WIDTH = 120
+"""Of the table where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class Row:
+    section: str
+    label: str
+    cells: tuple[str, ...]
+    published: bool = False
+    """By the article's formula: shown for comparison only."""
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def seconds(value: float | None) -> str:
+    """Three significant digits, no more than the clock gives."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.0f} s" if abs(value) >= 100 else f"{value:.1f} s" if abs(value) >= 10 else f"{value:.2f} s"
+
+
+def label(report: RunReport) -> str:
+    """The arm, or the run where it left no result."""
+    return report.arm or report.run_id
+
+
+def equality(reports: Sequence[RunReport], reference: RunReport) -> dict[str, bool]:
+    """Run id -> whether the final state is bit for bit that of ``reference``; incomplete runs are not equal."""
+    return {report.run_id: bool(report.sha256) and report.sha256 == reference.sha256 for report in reports}
+
+
+def rows(reports: Sequence[RunReport], equal: Mapping[str, bool]) -> list[Row]:
+    """Every line of the comparison; one cell a run."""
+
+    def row(section: str, name: str, cell: Callable[[RunReport], str], published: bool = False) -> Row:
+        return Row(section, name, tuple(cell(report) for report in reports), published)
+
+    return [
+        row("goodput", "training goodput", lambda r: percent(r.training_goodput)),
+        row("goodput", "infrastructure goodput (strict)", lambda r: percent(r.infrastructure_goodput)),
+        row("goodput", f"infrastructure goodput, {MARK}", lambda r: percent(r.published_infrastructure_goodput), True),
+        row("goodput", f"training goodput, {MARK}", lambda r: percent(r.published_training_goodput), True),
+        row("goodput", "checkpoint efficiency, with drain", lambda r: percent(r.checkpoint_efficiency)),
+        row("goodput", "checkpoint efficiency, without", lambda r: percent(r.checkpoint_efficiency_without_drain)),
+        *_recovery_rows(reports),
+        row("restarts", "in-process restarts", lambda r: str(r.restarts.in_process)),
+        row("restarts", "worker restarts (in-job)", lambda r: str(r.restarts.workers)),
+        row("restarts", "container restarts", lambda r: str(r.restarts.containers)),
+        row("restarts", "pod replacements", lambda r: str(r.restarts.pods)),
+        row("restarts", "replayed steps", lambda r: str(r.num_replayed_steps)),
+        row("restarts", "back-off, raw / compressed", _backoff),
+        row("run", "T, first process to durable", lambda r: seconds(r.duration_s)),
+        row("run", "step, mean", lambda r: f"{1000 * r.step_s:.0f} ms"),
+        row("run", "unexplained time (other)", lambda r: f"{100 * r.buckets['other'] / r.duration_s:.2f} %"),
+        row("run", "complete", lambda r: f"yes, {r.final_step} steps" if r.complete else f"no, {r.final_step} steps"),
+        row("run", "final weights equal", lambda r: _yes_no(equal.get(r.run_id))),
+    ]
+
+
+def _recovery_rows(reports: Sequence[RunReport]) -> list[Row]:
+    statistics = [report.recovery_statistics() for report in reports]
+    kinds = dict.fromkeys(kind for found in statistics for kind in found)
+    made = []
+    for kind in kinds:
+        cells, short = [], []
+        for found in statistics:
+            if kind not in found:
+                cells.append("-")
+                short.append("-")
+                continue
+            s = found[kind]
+            lost = f", {s.num_unrecovered} not recovered" if s.num_unrecovered else ""
+            cells.append(f"{seconds(s.mean_s)} / {seconds(s.max_s)}  ({s.num}x{lost})")
+            short.append(seconds(s.published_mean_s))
+        made.append(Row("recovery", f"{kind}, mean / max", tuple(cells)))
+        made.append(Row("recovery", f"{kind}, mean, {MARK}", tuple(short), True))
+    return made
+
+
+def _backoff(report: RunReport) -> str:
+    return f"{seconds(report.restarts.backoff_raw_s)} / {seconds(report.restarts.backoff_waited_s)}"
+
+
+def _yes_no(value: bool | None) -> str:
+    return "not compared" if value is None else "yes" if value else "no"
+
+
+def versions(reports: Sequence[RunReport]) -> str:
+    """What really ran; where runs differ, each version with its runs."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for report in reports:
+        for package, version in report.versions.items():
+            found.setdefault(package, {}).setdefault(version, []).append(label(report))
+    parts = []
+    for package, by_version in found.items():
+        if len(by_version) == 1:
+            parts.append(f"{package} {next(iter(by_version))}")
+        else:
+            parts.append(", ".join(f"{package} {v} ({', '.join(runs)})" for v, runs in by_version.items()))
+    return "; ".join(parts) or "not recorded"
+
+
+def comparison_table(reports: Sequence[RunReport], equal: Mapping[str, bool], title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", row_styles=None)
+    table.add_column("")
+    for report in reports:
+        table.add_column(label(report), justify="right")
+    section = ""
+    for row in rows(reports, equal):
+        if section and row.section != section:
+            table.add_section()
+        section = row.section
+        style = "dim italic" if row.published else "bold" if row.label in ("training goodput",) else ""
+        table.add_row(row.label, *(_coloured(row.label, cell) for cell in row.cells), style=style)
+    return table
+
+
+def _coloured(name: str, cell: str) -> str:
+    if name != "final weights equal" or cell == "not compared":
+        return cell
+    return f"[green]{cell}[/green]" if cell == "yes" else f"[bold red]{cell}[/bold red]"
+
+
+def print_comparison(
+    reports: Sequence[RunReport],
+    *,
+    equal: Mapping[str, bool],
+    title: str = "Comparison",
+    console: Console | None = None,
+) -> None:
+    """Prints the table, what is incomplete, and the versions that ran.
+
+    Args:
+        equal: run id -> whether the final weights equal those of the run without faults.
+    """
+    console = console or default_console()
+    console.print(comparison_table(reports, equal, title))
+    for report in reports:
+        if not report.complete:
+            console.print(f"{label(report)}: partial report: {report.note}", style="yellow", markup=False)
+        if report.num_torn:
+            console.print(f"{label(report)}: {report.num_torn} records were cut off by a kill", markup=False)
+    console.print(f"versions: {versions(reports)}", style="dim", markup=False, highlight=False)
+
+
+def default_console() -> Console:
+    """As wide as the terminal; of a fixed width where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def print_buckets(reports: Sequence[RunReport], *, console: Console | None = None) -> None:
+    """Where the time went, in seconds and as a share of T."""
+    console = console or default_console()
+    table = Table(title="Where the time went", title_justify="left", header_style="bold")
+    table.add_column("bucket")
+    for report in reports:
+        table.add_column(label(report), justify="right")
+    for bucket in BUCKETS:
+        if any(report.buckets[bucket] for report in reports):
+            cells = (f"{r.buckets[bucket]:.2f} s {100 * r.buckets[bucket] / r.duration_s:5.1f} %" for r in reports)
+            table.add_row(bucket, *cells)
+    table.add_section()
+    table.add_row("sum = T", *(f"{report.duration_s:.2f} s 100.0 %" for report in reports))
+    console.print(table)
+
+
+def choose_reference(reports: Sequence[RunReport]) -> RunReport | None:
+    """The first complete run without a failure: the others' final weights are compared with its."""
+    return next((report for report in reports if report.complete and not report.recoveries), None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``report RUN_DIR... [--html FILE]``. Returns the exit code: 0, or 1 where a log is not usable."""
+    parser = argparse.ArgumentParser(prog="payload report", description="Compare runs by their event logs.")
+    parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run: <workdir>/runs/<run_id>")
+    parser.add_argument("--html", type=Path, help="also write one self-contained page")
+    arguments = parser.parse_args(argv)
+    reports = []
+    for run_dir in arguments.run_dir:
+        try:
+            reports.append(analyse(run_dir))
+        except EventError as error:
+            sys.stderr.write(f"{run_dir}: {error}\n")
+            return 1
+    reference = choose_reference(reports)
+    equal = equality(reports, reference) if reference else {}
+    print_comparison(reports, equal=equal)
+    print_buckets(reports)
+    if arguments.html:
+        from payload.html_report import write_html
+
+        write_html(arguments.html, reports, equal=equal, reference=reference)
+        default_console().print(f"page: {arguments.html}", markup=False)
+    return 0
