@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "run": "payload.cli:run_command",
     "render": "payload.cli:render_command",
     "prepare-data": "payload.prepare:main",
-    "report": "payload.report:main",
+    "report": "payload.report:cli",
 }
 """Name -> ``module:function``, which takes the arguments after the name and returns the exit code. Imported when
 called, so that a command costs only its own imports."""
