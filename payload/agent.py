@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _CYCLE_KEY = "nvrx-eks/cycle"
 _STOP = -1
+_RECENT_S = 60.0
 
 
 class WorkersFailed(RuntimeError):
@@ -61,6 +62,8 @@ class Observer:
         self.succeeded = False
         self.command: tuple[str, ...] = worker_command(pod)
         """What the agent starts for each rank."""
+        self.reason = ""
+        """Of the newest failure of this pod's workers."""
         self._reported = -1
 
     def before_start(self, store: Store, group_rank: int) -> None:
@@ -102,7 +105,7 @@ class Observer:
             return
         self._reported = self.cycle
         codes = {str(rank): int(failure.exitcode) for rank, failure in failures.items()}
-        reason = "; ".join(f"rank {rank}: {_meaning(code)}" for rank, code in codes.items())
+        self.reason = reason = "; ".join(f"rank {rank}: {_meaning(code)}" for rank, code in codes.items())
         self.events.emit("workers_failed", cycle=self.cycle, reason=reason, codes=codes)
         log.warning("workers of cycle %d failed: %s", self.cycle, reason)
         if self.stopping:
@@ -114,11 +117,24 @@ class Observer:
         if EXIT_STOPPED not in codes.values():
             self.budget.record_failure(self.cycle, self.pod.index, self.pod.node_name, self._failed_at(codes))
 
+    def stopped_workers(self) -> None:
+        """The workers of this pod are being stopped for a failure that they may not have had themselves."""
+        if self.cycle >= 0 and self._reported < self.cycle and not self.stopping and not self.succeeded:
+            self._reported = self.cycle
+            self.budget.record_failure(self.cycle, self.pod.index, self.pod.node_name, time.time())
+
     def _failed_at(self, codes: dict[str, int]) -> float:
-        """When the first worker of this pod failed: its own word where it could still say it, else now."""
-        logs = [self.pod.config.events_dir / f"rank{rank}.jsonl" for rank in codes]
-        said = [wall for path in logs if (wall := _last_detected(path)) is not None]
-        return min(said, default=time.time())
+        """When the first worker of this pod failed.
+
+        A worker that raised has said so. One that was killed has not, but its last word came before that, and so
+        before its peers, on this node or another, found it missing.
+        """
+        walls = []
+        for rank, code in codes.items():
+            records = tail(self.pod.config.events_dir / f"rank{rank}.jsonl", "" if code < 0 else "detected")
+            walls += [float(record["wall"]) for record in records[-1:]]
+        recent = [wall for wall in walls if wall > time.time() - _RECENT_S]
+        return min(recent, default=time.time())
 
     def grace_s(self, codes: list[int | None]) -> float:
         """How long the other workers of this pod may still run once one has ended."""
@@ -128,13 +144,6 @@ class Observer:
 
 def _meaning(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _last_detected(path: Path) -> float | None:
-    """Wall time of the newest ``detected`` record of the last minute in a rank's event log."""
-    recent = time.time() - 60.0
-    walls = [float(record["wall"]) for record in tail(path, "detected")]
-    return walls[-1] if walls and walls[-1] > recent else None
 
 
 def observed(base: type[Any], observer: Observer) -> type[Any]:
@@ -154,6 +163,10 @@ def observed(base: type[Any], observer: Observer) -> type[Any]:
             context.close = bounded
             observer.started(pids)
             return pids
+
+        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+            observer.stopped_workers()
+            super()._stop_workers(worker_group, *args, **kwargs)
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
@@ -207,7 +220,7 @@ def run_agent(module: Any, observer: Observer, launch: Callable[[], object]) -> 
     except (NoProgress, Refused, Stopped, UnfitNode):
         raise
     except Exception as error:
-        raise WorkersFailed(str(error)) from error
+        raise WorkersFailed(observer.reason or str(error)) from error
     finally:
         module.LocalElasticAgent = base
     if not observer.succeeded:

@@ -14,8 +14,6 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-COLD = 1
-"""First byte of a status message of which the second part is the text of a refusal."""
 
 
 def _die_with_launcher(launcher: int) -> None:
@@ -32,7 +30,7 @@ def _connect(path: str) -> socket.socket | None:
     """None where no server listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect(path)
+        connection.connect("\0" + path[1:] if path.startswith("@") else path)
     except OSError:
         connection.close()
         return None
@@ -56,7 +54,6 @@ def _stand_for_worker(connection: socket.socket, module: str) -> int | None:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
-    connection.sendall(b"ready")
     status = connection.recv(64)
     # A server that dies takes its workers along (death signal).
     return int(status) if status else int(signal.SIGKILL)

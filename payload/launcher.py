@@ -16,11 +16,12 @@ import time
 from typing import NoReturn
 
 from payload import environment, process
-from payload.agent import Observer, Refused, Stopped, UnfitNode, WorkersFailed, no_action, run_torchrun
+from payload.agent import Observer, Refused, Stopped, UnfitNode, WorkersFailed, no_action, run_torchrun, worker_command
 from payload.budget import NoProgress, RestartBudget
 from payload.config import EXIT_BAD_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_UNFIT_NODE, ConfigError
 from payload.environment import PodEnvironment
 from payload.events import EventLog
+from payload.fork_server import ForkServer
 from payload.meeting import Meeting, MeetingError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Launcher:
         self._budget = RestartBudget(pod.config)
         self._observer = Observer(pod, self._events, self._budget)
         self._meeting = Meeting(pod)
+        self._server: ForkServer | None = None
         self._ending = threading.Lock()
         self._meets = False
         self._deadline = float("inf")
@@ -66,6 +68,9 @@ class Launcher:
 
     def _work(self) -> tuple[int, str]:
         try:
+            if self._pod.config.recovery.warm_workers:
+                self._server = ForkServer.start(self._pod)
+                self._observer.command = worker_command(self._pod, self._server.address)
             self._run_agent()
         except NoProgress as error:
             return EXIT_NO_PROGRESS, str(error)
@@ -100,6 +105,7 @@ class Launcher:
     def _lost(self, reason: str) -> None:
         """The session is over. What the workers hold cannot be used any more: end at once."""
         if not self._observer.succeeded:
+            self._observer.stopped_workers()
             self._end_now(EXIT_STOPPED if self._observer.stopping else EXIT_FAILED, reason)
 
     def _catch_signals(self) -> None:
@@ -123,8 +129,17 @@ class Launcher:
                 self._stop()
             if time.monotonic() > self._deadline:
                 self._end_now(EXIT_STOPPED, f"workers did not end within {self._pod.config.timeouts.save_grace_s:g} s")
+            self._look_at_server()
             if self._meets and self._meeting.silent() and not self._observer.succeeded:
                 self._end_now(EXIT_FAILED, "the store of pod 0's launcher does not answer")
+
+    def _look_at_server(self) -> None:
+        """Without the fork server the run goes on; workers start cold."""
+        if self._server is not None and (code := self._server.ended()) is not None:
+            self._server = None
+            text = f"the fork server ended with code {code}: workers of pod {self._pod.index} start cold"
+            log.warning("%s", text)
+            self._events.emit("warning", text=text)
 
     def _stop(self) -> None:
         """SIGTERM: the workers agree on a step, save once more and leave; then this launcher does."""
