@@ -192,7 +192,7 @@ def choose_reference(reports: Sequence[RunReport]) -> RunReport | None:
     return next((report for report in reports if report.complete and not report.recoveries), None)
 
 
-def main(argv: Sequence[str]) -> int:
+def cli(argv: Sequence[str]) -> int:
     """``report RUN_DIR... [--html FILE]``. Returns the exit code: 0, or 1 where a log is not usable."""
     parser = argparse.ArgumentParser(prog="payload report", description="Compare runs by their event logs.")
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run: <workdir>/runs/<run_id>")

@@ -1,0 +1,182 @@
+"""The comparison: what the table says, and a page that stands alone."""
+
+import io
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from payload import plots, report
+from payload.buckets import BUCKETS, Piece
+from payload.cli import COMMANDS
+from payload.goodput import RunReport, analyse
+from payload.html_report import write_html
+from tests.payload.run_builder import RunBuilder, in_job_run, in_process_run, kubernetes_run
+
+
+def straight_run(run_dir: Path) -> RunBuilder:
+    run = RunBuilder(run_dir, arm="without-faults")
+    run.begin()
+    run.steps(1, 20)
+    run.finish(20)
+    return run
+
+
+SCRIPTS = [straight_run, in_process_run, kubernetes_run, in_job_run]
+
+
+def folder(script: Callable[[Path], RunBuilder], tmp_path: Path) -> Path:
+    return script(tmp_path / script.__name__.replace("_", "-")).write()
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> list[RunReport]:
+    return [analyse(folder(script, tmp_path)) for script in SCRIPTS]
+
+
+def printed(runs: list[RunReport], equal: dict[str, bool]) -> dict[str, list[str]]:
+    text = io.StringIO()
+    console = Console(width=180, file=text)
+    report.print_comparison(runs, equal=equal, console=console)
+    lines = [line.split("\u2502")[1:-1] for line in text.getvalue().splitlines() if "\u2502" in line]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_the_table_says_everything_of_each_arm(reports: list[RunReport]) -> None:
+    equal = report.equality(reports, reports[0])
+    table = printed(reports, equal)
+    assert table["training goodput"][1:] == ["41.7 %", "23.2 %", "44.8 %"]
+    assert table["infrastructure goodput (strict)"][1:] == ["45.9 %", "25.6 %", "49.3 %"]
+    assert table["exception, mean / max"][:3] == ["-", "3.35 s / 3.35 s  (1x)", "7.25 s / 7.25 s  (1x)"]
+    assert table["hang, mean / max"][2] == "37.6 s / 37.6 s  (1x)"
+    assert table["sigkill, mean / max"][3] == "9.15 s / 9.15 s  (1x)"
+    assert table["container restarts"] == ["0", "0", "4", "0"]
+    assert table["pod replacements"] == ["0"] * 4
+    assert table["worker restarts (in-job)"] == ["0", "0", "0", "1"]
+    assert table["replayed steps"] == ["0", "2", "2", "2"]
+    assert table["back-off, raw / compressed"][2] == "20.0 s / 1.00 s"
+    assert table["final weights equal"] == ["yes"] * 4
+
+
+def test_what_follows_the_published_formulas_is_marked(reports: list[RunReport]) -> None:
+    made = report.rows(reports, {})
+    assert {row.label for row in made if row.published} == {row.label for row in made if "published" in row.label}
+    assert sum(row.published for row in made) == 2 + 3  # two goodputs, three fault types
+
+
+def test_weights_that_differ_or_were_not_compared(reports: list[RunReport]) -> None:
+    first, second, *rest = reports
+    table = printed(reports, {first.run_id: True, second.run_id: False})
+    assert table["final weights equal"] == ["yes", "no", "not compared", "not compared"]
+    assert len(rest) == 2
+
+
+def test_an_incomplete_run_is_never_equal(tmp_path: Path) -> None:
+    run = in_process_run(tmp_path / "r")
+    partial = analyse(run.write(lambda record: record["kind"] == "train_end", result=False))
+    assert report.equality([partial], partial) == {"r": False}
+    assert printed([partial], {})["complete"] == ["no, 20 steps"]
+    assert report.choose_reference([partial]) is None
+
+
+def test_the_versions_that_ran(reports: list[RunReport]) -> None:
+    assert report.versions(reports) == "torch 2.13.0; nvidia-resiliency-ext 0.4.1"
+    assert report.versions([]) == "not recorded"
+
+
+def test_seconds_have_three_digits() -> None:
+    assert [report.seconds(v) for v in (0.126, 12.34, 1234.5, None, float("nan"))] == [
+        "0.13 s",
+        "12.3 s",
+        "1234 s",
+        "-",
+        "-",
+    ]
+
+
+class _Page(HTMLParser):
+    """Notes what would be loaded, and that every element is closed."""
+
+    VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data") and not (value or "").startswith("#"):
+                self.loaded.append(f"{tag} {name}={value}")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_shows_all_plots(reports: list[RunReport], tmp_path: Path) -> None:
+    path = tmp_path / "out" / "page.html"
+    predicted = {reports[1].run_id: dict(reports[1].buckets)}
+    equal = report.equality(reports, reports[0])
+    write_html(path, reports, equal=equal, reference=reports[0], predicted=predicted, title="A <b> & c")
+    text = path.read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.open == [] and page.loaded == []
+    assert not re.search(r"url\((?!#)|@import|<script", text)
+    # Legend, a timeline and a waterfall a run, phases, losses.
+    assert page.tags.count("svg") == 1 + 4 + 1 + 4 + 1
+    assert "A &lt;b&gt; &amp; c" in text and "predicted" in text and "exactly zero at every step" in text
+    assert len(text) < 1_000_000
+    assert [item.name for item in path.parent.iterdir()] == ["page.html"]
+
+
+def test_every_bucket_and_phase_has_a_colour() -> None:
+    assert set(plots.COLOURS) == set(BUCKETS)
+    assert len(set(plots.COLOURS.values())) == len(BUCKETS)
+
+
+def test_merging_keeps_the_whole_time() -> None:
+    pieces = [Piece(0, 1, "useful"), Piece(1, 1.001, "other"), Piece(1.001, 2, "useful"), Piece(2, 3, "drain")]
+    merged = plots.merge(pieces, 0.01)
+    assert merged == [Piece(0, 2, "useful"), Piece(2, 3, "drain")]
+
+
+def test_the_plot_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    run = RunBuilder(tmp_path / "r", num_ranks=2)
+    run.begin()
+    run.steps(1, 3000, data_s=0.001, gap_s=0.001)
+    run.finish(3000)
+    assert len(plots.to_svg(plots.timeline(analyse(run.write())))) < 100_000
+
+
+def test_a_partial_run_can_be_drawn(tmp_path: Path) -> None:
+    run = in_process_run(tmp_path / "r")
+    cut = next(i for i, record in enumerate(run.records) if record.get("type") == "hang") + 1
+    del run.records[cut:]
+    partial = analyse(run.write(result=False))
+    write_html(tmp_path / "page.html", [partial], equal={})
+    text = (tmp_path / "page.html").read_text()
+    assert "partial report" in text and "not recovered" in text and "no run without faults" in text
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMANDS["report"] == "payload.report:cli"
+    folders = [str(folder(script, tmp_path)) for script in SCRIPTS]
+    assert report.cli([*folders, "--html", str(tmp_path / "p.html")]) == 0
+    assert (tmp_path / "p.html").exists()
+    out = capsys.readouterr().out
+    assert "final weights equal" in out and "sum = T" in out
+    assert report.cli([str(tmp_path / "nowhere")]) == 1
+    assert "no event log" in capsys.readouterr().err
