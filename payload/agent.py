@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.launcher import api
 
 from payload import environment
@@ -207,7 +208,7 @@ def run_torchrun(pod: PodEnvironment, meeting: Meeting, observer: Observer) -> N
     run_agent(api, observer, lambda: api.elastic_launch(config, command)(*arguments))
 
 
-def no_action(number: int, frame: object) -> None:
+def no_action(signum: int, frame: FrameType | None) -> None:
     """Signal handler of the launcher, whose supervisor reads the wake-up pipe; the agents' own would raise."""
 
 

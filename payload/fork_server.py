@@ -211,7 +211,7 @@ def _become_worker(server_pid: int, module: str, values: dict[str, str], folder:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
+    except Exception:  # noqa: BLE001 - the end of the process: printed, and turned into its exit code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

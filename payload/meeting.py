@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from payload.environment import PodEnvironment
 

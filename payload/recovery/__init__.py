@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from payload.config import ConfigError, RunConfig
@@ -23,7 +24,11 @@ def build(config: RunConfig, environment: WorkerEnvironment, events: EventLog) -
     try:
         return _nvrx_arm(config, environment, events)
     except ImportError as error:
-        raise ConfigError(f"recovery.arm: {arm!r} needs nvidia-resiliency-ext: {error}") from error
+        raise _missing(arm, error) from error
+
+
+def _missing(arm: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"recovery.arm: {arm!r} needs nvidia-resiliency-ext: {error}")
 
 
 def _nvrx_arm(config: RunConfig, environment: WorkerEnvironment, events: EventLog) -> RecoveryArm:
@@ -35,6 +40,18 @@ def _nvrx_arm(config: RunConfig, environment: WorkerEnvironment, events: EventLo
     if arm == "in-process":
         return InProcessArm(environment, events)
     return _Monitored(lambda ping: InProcessArm(environment, events, pings=(ping,), nested=True))
+
+
+def preload(config: RunConfig) -> None:
+    """The imports of the arm, for a process that forks workers. Raises ConfigError as build() does."""
+    arm = config.recovery.arm
+    try:
+        if arm in ("in-job", "layered"):
+            importlib.import_module("payload.recovery.in_job")
+        if arm in ("in-process", "layered"):
+            importlib.import_module("payload.recovery.in_process")
+    except ImportError as error:
+        raise _missing(arm, error) from error
 
 
 class _Monitored:

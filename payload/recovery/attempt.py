@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from payload.environment import WorkerEnvironment
 
@@ -38,7 +38,7 @@ class WorkerAttempt:
         self.world_size = world_size
         self.local_rank = environment.local_rank
         self.generation = f"{environment.cycle}.{iteration}"
-        self.store = PrefixStore(f"{environment.config.run_id}/{self.generation}", store)
+        self.store: Store = PrefixStore(f"{environment.config.run_id}/{self.generation}", store)
         self._pings = pings
         self._interval_s = ping_interval_s
         self._setup_s = environment.config.timeouts.setup_s

@@ -10,7 +10,7 @@ import itertools
 import sys
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from payload import environment
 from payload.agent import Observer, no_action, run_agent

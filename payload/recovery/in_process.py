@@ -13,8 +13,8 @@ from nvidia_resiliency_ext.inprocess import CallWrapper
 from nvidia_resiliency_ext.inprocess.exception import RestartAbort
 from nvidia_resiliency_ext.inprocess.progress_watchdog import Timestamp
 from nvidia_resiliency_ext.inprocess.store import PrefixStore, StoreMixin
-from torch.distributed import PrefixStore as TorchPrefixStore
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
+from torch._C._distributed_c10d import TCPStore
 
 from payload.budget import NoProgress, RestartBudget
 from payload.config import EXIT_NO_PROGRESS

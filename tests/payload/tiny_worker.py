@@ -14,12 +14,9 @@ from datetime import timedelta
 
 
 def preload(config):
-    import torch.distributed
+    from payload import recovery
 
-    import payload.recovery
-
-    if config.recovery.arm != "kubernetes":
-        import payload.recovery.in_process
+    recovery.preload(config)
 
 
 class Job:
@@ -120,7 +117,7 @@ def main():
         code = EXIT_STOPPED if job.stopped else 0
     except SystemExit as error:
         code = error.code
-    except Exception as error:
+    except RuntimeError as error:
         print(f"rank {environment.rank}: {error!r}", file=sys.stderr)
     events.emit("process_end", code=code)
     sys.stdout.flush()
