@@ -65,6 +65,8 @@ class Deployment:
     """Only where the node reserves them: the EFA driver does so on the EKS GPU images."""
     shm_mib: int = 64
     """sizeLimit of the memory volume at /dev/shm: worker queues, NCCL, and the snapshots of the memory tier."""
+    command: tuple[str, ...] = ("python", "-m", "payload.launcher")
+    """Of the training container, for an image with a start of its own."""
     env: tuple[tuple[str, str], ...] = ()
     """More environment, such as NCCL and EFA settings."""
     user_id: int = 1000
@@ -104,6 +106,7 @@ def load_deployment(path: Path, tables: Mapping[str, Any]) -> Deployment:
         if name in values:
             values[name] = tuple((str(key), str(value)) for key, value in dict(values[name]).items())
     try:
+        values["command"] = tuple(values.get("command", Deployment.command))
         values["tolerations"] = tuple(Toleration(**item) for item in values.get("tolerations", ()))
     except TypeError as error:
         raise ConfigError(f"profile {path}: deployment.tolerations: {error}; legal: key, value, effect") from error

@@ -173,7 +173,7 @@ def _service(name: str, config: RunConfig, deployment: Deployment) -> Manifest:
 
 def _job(name: str, config: RunConfig, deployment: Deployment) -> Manifest:
     nodes = config.parallelism.num_nodes
-    pod = _pod_spec(name, config, deployment, ["python", "-m", "payload.launcher"])
+    pod = _pod_spec(name, config, deployment, list(deployment.command))
     spec: Manifest = {
         "completionMode": "Indexed",
         "completions": nodes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def run_job(
     speedup: float = SPEEDUP,
     watch: Callable[[LocalCluster, Path], Callable[[], None]] | None = None,
     env: Mapping[str, str] | None = None,
+    command: list[str] | None = None,
     node_deletion_raw_s: float | None = 100.0,
     timeout_s: float = TIMEOUT_S,
     **overrides: Any,
@@ -112,6 +114,7 @@ def run_job(
         data: prepared token file (fixture ``token_folder``), copied in.
         watch: makes a poll from the cluster and the run's event folder, called about 20 times a second.
         env: set in every container.
+        command: of the container, in place of the launcher.
     """
     cluster = LocalCluster(tmp_path / "cluster", env=env, node_deletion_raw_s=node_deletion_raw_s)
     config = make_config(**overrides)
@@ -120,7 +123,8 @@ def run_job(
         host.data_dir.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(data, host.data_dir)
     poll = watch(cluster, host.events_dir) if watch is not None else None
-    job = run_config(config, cluster, speedup=speedup, on_poll=poll, timeout_s=timeout_s)
+    deployment = LOCAL if command is None else dataclasses.replace(LOCAL, command=tuple(command))
+    job = run_config(config, cluster, deployment=deployment, speedup=speedup, on_poll=poll, timeout_s=timeout_s)
     return Run(host, job, read_events(host.events_dir))
 
 
