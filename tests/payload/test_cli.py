@@ -108,7 +108,7 @@ def test_every_command_exists_and_helps(capsys: pytest.CaptureFixture[str]) -> N
         ("[local]\nspeedup = 0\n", "local.speedup: 0; legal: a number from 1 on"),
         ("[local]\nroot = ''\n", "local.root: ''; legal: a folder"),
         ("[deployment]\nnamespace = 'x'\n", "deployment.image: missing"),
-        ("[deployment]\nimage = 'x'\ngpus = 1\n", "deployment.gpus: unknown field; legal here: cpu,"),
+        ("[deployment]\nimage = 'x'\ngpus = 1\n", "deployment.gpus: unknown field; legal here: command,"),
         ("[deployment]\nimage = 'x'\nshm_mib = '1'\n", "deployment.shm_mib: '1'; legal: a value of type int"),
         ("[deployment]\nimage = 'x'\n[[deployment.tolerations]]\nk = 1\n", "deployment.tolerations: "),
     ],

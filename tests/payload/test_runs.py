@@ -115,7 +115,7 @@ def test_a_deleted_pod_saves_and_is_replaced(tmp_path: Path, token_folder: Path,
 
 
 def test_state_follows_the_rank_and_not_the_pod(tmp_path: Path, token_folder: Path, reference_run: Run) -> None:
-    """From the second start on the pods change their indices: each finds the other's memory and its own rank's state."""
+    """From the second start on the pods change their indices: each finds the memory that the other rank left."""
     swap = tmp_path / "swap.py"
     swap.write_text(
         "import os, sys\n"
