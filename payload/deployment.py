@@ -74,6 +74,8 @@ class Deployment:
     """Also fsGroup: the group that owns the volumes."""
     ipc_lock: bool = False
     """Adds IPC_LOCK, for runtimes whose memlock limit is too low for EFA; needs a ``privileged`` namespace."""
+    max_s: int = 0
+    """The Job is ended so long after it was submitted, pending time included (activeDeadlineSeconds); 0: never."""
     unreachable_s: int = 30
     """How long the pod stays bound to a node that is not ready or not reachable; Kubernetes' default is 300."""
 

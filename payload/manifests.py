@@ -30,6 +30,12 @@ RENDEZVOUS_PORT = 29400
 CONTAINER = "training"
 RUN_LABEL = "nvrx-eks/run-id"
 JOB_LABEL = "nvrx-eks/job"
+NAME_LABEL = "app.kubernetes.io/name"
+"""With ``NAME``: on every Job of ours and its pods, by whomever submitted."""
+NAME = "nvrx-eks"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+TRAINING = "training"
+PREPARE_DATA = "prepare-data"
 BACKOFF_MARGIN = 6
 """Pod failures beyond the run's own restarts (a pull error, a bad node); 6 is the API's default backoffLimit."""
 TOKEN_MARK = "${Token["
@@ -60,7 +66,8 @@ def render(config: RunConfig, deployment: Deployment) -> list[Manifest]:
 def render_prepare_data(config: RunConfig, deployment: Deployment, arguments: Sequence[str] = ()) -> list[Manifest]:
     """ConfigMap and a one-pod Job that fills ``config.data_dir``: ``python -m payload prepare-data``.
 
-    ``arguments`` go to the command as they are. It asks for no GPU and runs anywhere that the volume mounts.
+    ``arguments`` go to the command as they are. It asks for no GPU but runs on the training nodes, the ones that can
+    mount the volume.
     """
     _refuse_tokens(config, deployment)
     _check_mounts(config)
@@ -70,8 +77,7 @@ def render_prepare_data(config: RunConfig, deployment: Deployment, arguments: Se
     def build(name: str, image: str) -> Manifest:
         pod = _pod_spec(name, config, dataclasses.replace(plain, image=image), command)
         pod["restartPolicy"] = "Never"
-        pod["nodeSelector"] = {}
-        labels = {**_labels(name, config), "app.kubernetes.io/component": "prepare-data"}
+        labels = _labels(name, config, PREPARE_DATA)
         spec: Manifest = {
             "completionMode": "Indexed",
             "completions": 1,
@@ -80,7 +86,8 @@ def render_prepare_data(config: RunConfig, deployment: Deployment, arguments: Se
             "podReplacementPolicy": "Failed",
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
-        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(name, config, plain), "spec": spec}
+        metadata = {**_metadata(name, config, plain), "labels": labels}
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
     digest = _digest(build("", deployment.image_id or deployment.image))
     name = f"{deployment.name_prefix}-{config.run_id}-d-{digest}"
@@ -139,8 +146,8 @@ def _digest(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _labels(name: str, config: RunConfig) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "nvrx-eks", RUN_LABEL: config.run_id, JOB_LABEL: name}
+def _labels(name: str, config: RunConfig, component: str = TRAINING) -> dict[str, str]:
+    return {NAME_LABEL: NAME, COMPONENT_LABEL: component, RUN_LABEL: config.run_id, JOB_LABEL: name}
 
 
 def _metadata(name: str, config: RunConfig, deployment: Deployment) -> Manifest:
@@ -183,6 +190,8 @@ def _job(name: str, config: RunConfig, deployment: Deployment) -> Manifest:
         "podReplacementPolicy": "Failed",
         "template": {"metadata": {"labels": _labels(name, config)}, "spec": pod},
     }
+    if deployment.max_s:
+        spec["activeDeadlineSeconds"] = deployment.max_s
     if config.recovery.arm == "kubernetes":
         # The baseline: the kubelet restarts the container. The API allows podFailurePolicy with Never only.
         pod["restartPolicy"] = "OnFailure"

@@ -10,6 +10,13 @@ from stacks.instances import EfaLayout, Instance
 from stacks.nodes import Taint
 
 _BOUNDARY = "==nvrx-eks=="
+_MEMLOCK = (
+    "mkdir -p /etc/systemd/system/containerd.service.d",
+    "printf '[Service]\\nLimitMEMLOCK=infinity\\n' > /etc/systemd/system/containerd.service.d/memlock.conf",
+    "systemctl daemon-reload",
+)
+"""EFA pins memory. Containers inherit the limit from containerd, which nodeadm starts later; the capability IPC_LOCK
+would not help, as a process that is not root gets none of the container's capabilities."""
 
 
 def network_interfaces(instance: Instance, layout: EfaLayout, groups: Sequence[str]) -> list[dict[str, Any]]:
@@ -81,7 +88,7 @@ def user_data(cluster: ClusterAddress, *, labels: Mapping[str, str], taints: Seq
             *(f"      - {flag}" for flag in flags),
         ]
     )
-    shell = "#!/bin/bash\nset -euo pipefail\ndnf install -y lustre-client"
+    shell = "\n".join(["#!/bin/bash", "set -euo pipefail", *_MEMLOCK, "dnf install -y lustre-client"])
     parts = [("text/x-shellscript; charset=us-ascii", shell), ("application/node.eks.aws", config)]
     lines = ["MIME-Version: 1.0", f'Content-Type: multipart/mixed; boundary="{_BOUNDARY}"', ""]
     for kind, text in parts:

@@ -171,6 +171,8 @@ class JobConfig(Section):
     """A changed spec replaces the running Job (save, then resume), or leaves it until it ends."""
     hf_token_secret_arn: str = ""
     """Secrets Manager secret with a Hugging Face token; empty: public models only."""
+    prepare_data: tuple[str, ...] = ("--source", "c4")
+    """Options of `python -m payload prepare-data` for the Job that fills the data folder; empty: no such Job."""
     cpus: NonNegativeInt = 0
     """Of a pod; 0: all that the node can give."""
     memory_gib: NonNegativeInt = 0
