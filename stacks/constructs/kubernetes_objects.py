@@ -63,8 +63,8 @@ class JobGate:
     selector: Mapping[str, str]
     """Labels of every Job (and its pods) that must be gone when the resource is deleted, by whomever submitted."""
     replaces: Mapping[str, str] | None = None
-    """Labels of the Jobs that end (SIGTERM, save, pods gone) before a Job of another name is applied.
-    None: ``selector``."""
+    """Labels of the unfinished Jobs that end (SIGTERM, save, pods gone) before a Job of another name is applied.
+    None: ``selector``. Finished Jobs stay until the resource is deleted."""
     on_change: OnChange = "replace"
     """``keep``: an unfinished Job of another name is left to run, and the new one is not applied."""
 

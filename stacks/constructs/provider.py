@@ -198,6 +198,13 @@ def describe_cluster(cluster: eks.ICluster) -> iam.PolicyStatement:
     return iam.PolicyStatement(actions=["eks:DescribeCluster"], resources=[cluster.cluster_arn])
 
 
+def describe_stack(scope: Construct) -> iam.PolicyStatement:
+    """What a handler needs to tell a roll-back from a destruction."""
+    stack = Stack.of(scope)
+    arn = f"arn:{stack.partition}:cloudformation:{stack.region}:{stack.account}:stack/{stack.stack_name}/*"
+    return iam.PolicyStatement(actions=["cloudformation:DescribeStacks"], resources=[arn])
+
+
 def seconds(name: str, duration: Duration) -> str:
     """A bounded wait as a property. Raises ValueError when the provider would end before the handler does."""
     if not 0 < duration.to_seconds() <= LONGEST_WAIT.to_seconds():

@@ -97,7 +97,7 @@ def _apply(client: Client, event: Event) -> Answer:
         older = pods.unfinished(client, gate["namespace"], gate["replaces"], names)
         if older and gate["onChange"] == "keep":
             return waiting.done(Message=f"kept: {', '.join(older)} goes on; the changed Job was not applied")
-        blocking = pods.end_jobs(client, gate["namespace"], gate["replaces"], keep=names)
+        blocking = pods.end_jobs(client, gate["namespace"], gate["replaces"], names)
     blocking = blocking or _put(client, items, properties["Wait"])
     if not blocking and event["RequestType"] == "Update":
         blocking = _remove(client, event, _dropped(event))

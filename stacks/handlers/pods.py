@@ -21,32 +21,47 @@ def unfinished(client: Client, namespace: str, selector: Mapping[str, str], name
     return [str(Ref.of(job)) for job in jobs if Ref.of(job).name not in names and not finished(job)]
 
 
-def end_jobs(client: Client, namespace: str, selector: Mapping[str, str], keep: Collection[str] = ()) -> str:
-    """Deletes the Jobs with these labels but those called ``keep``, and pods of ours that no Job owns.
+def end_jobs(client: Client, namespace: str, selector: Mapping[str, str], but: Collection[str] | None = None) -> str:
+    """Ends the Jobs with these labels; what is still there, '' when all are gone. Pods get SIGTERM and their grace.
 
-    Pods get SIGTERM and their grace. Returns what is still there, '' when all are gone. Pods are searched by
-    label and by owner, as a Job submitted by hand may label its template otherwise.
+    ``but`` None: all of them, whoever submitted them, and pods of ours that no Job owns. Else: the unfinished ones
+    that are called otherwise; finished Jobs stay, as their logs do. Pods are searched by owner as well as by label,
+    as the template of a Job submitted by hand may be labelled otherwise.
     """
-    jobs = [job for job in client.list("Job", namespace, selector) if Ref.of(job).name not in keep]
+    jobs = _to_end(client, namespace, selector, but)
     for job in jobs:
         if not job["metadata"].get("deletionTimestamp"):
             client.delete(Ref.of(job))
     names = {Ref.of(job).name for job in jobs}
-    left = [pod for pod in client.list("Pod", namespace) if _belongs(pod, names, selector, keep)]
-    for pod in left:
+    labels = selector if but is None else None
+    for pod in _pods_of(client, namespace, names, labels):
         if not pod["metadata"].get("ownerReferences") and not pod["metadata"].get("deletionTimestamp"):
             client.delete(Ref.of(pod))
-    jobs = [job for job in client.list("Job", namespace, selector) if Ref.of(job).name not in keep]
-    left = [pod for pod in client.list("Pod", namespace) if _belongs(pod, names, selector, keep)]
-    return "; ".join(describe(item) for item in [*jobs, *left])
+    left = [*_to_end(client, namespace, selector, but), *_pods_of(client, namespace, names, labels)]
+    return "; ".join(describe(item) for item in left)
 
 
-def _belongs(pod: Object, names: Collection[str], selector: Mapping[str, str], keep: Collection[str]) -> bool:
-    owners = {owner["name"] for owner in pod["metadata"].get("ownerReferences") or [] if owner["kind"] == "Job"}
-    if owners & set(keep):
-        return False
-    labels = pod["metadata"].get("labels") or {}
-    return bool(owners & set(names)) or all(labels.get(key) == value for key, value in selector.items())
+def _to_end(client: Client, namespace: str, selector: Mapping[str, str], but: Collection[str] | None) -> list[Object]:
+    jobs = client.list("Job", namespace, selector)
+    if but is None:
+        return jobs
+    # A Job that is being deleted may count as finished while its last pods still save.
+    return [
+        job
+        for job in jobs
+        if Ref.of(job).name not in but and (not finished(job) or job["metadata"].get("deletionTimestamp"))
+    ]
+
+
+def _pods_of(client: Client, namespace: str, jobs: Collection[str], selector: Mapping[str, str] | None) -> list[Object]:
+    """Pods that the Jobs own, and those with the labels where labels are given."""
+    found = []
+    for pod in client.list("Pod", namespace):
+        owners = {owner["name"] for owner in pod["metadata"].get("ownerReferences") or [] if owner["kind"] == "Job"}
+        labels = pod["metadata"].get("labels") or {}
+        if owners & set(jobs) or (selector is not None and selector.items() <= labels.items()):
+            found.append(pod)
+    return found
 
 
 def users(client: Client, ref: Ref) -> list[Object]:

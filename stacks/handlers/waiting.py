@@ -77,6 +77,12 @@ def limit_s(event: Event, field: str) -> float:
     return float(event["ResourceProperties"][field])
 
 
+def rolling_back(event: Event) -> bool:
+    """Whether the deletion is CloudFormation's answer to a failed deployment, and not asked for."""
+    stacks = client("cloudformation").describe_stacks(StackName=event["StackId"])["Stacks"]
+    return "ROLLBACK" in stacks[0]["StackStatus"]
+
+
 def done(**data: str) -> Answer:
     """The work is done; ``data`` becomes the resource's attributes."""
     log.info(json.dumps({"complete": True, **data}))

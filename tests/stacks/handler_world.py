@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -35,7 +36,11 @@ class World:
     def __init__(self) -> None:
         self.time_s = START
         self.kube = StubApi(lambda: self.time_s)
-        self.aws: dict[str, Callable[[dict[str, Any]], Any]] = {"DescribeScalingActivities": self._activities}
+        self.aws: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "DescribeScalingActivities": self._activities,
+            "DescribeStacks": lambda query: {"Stacks": [{"StackStatus": self.stack_status}]},
+        }
+        self.stack_status = "DELETE_IN_PROGRESS"
         self.calls: list[str] = []
         self.activities: list[dict[str, Any]] = []
         self._num_requests = 0
@@ -55,6 +60,7 @@ class World:
             "RequestType": kind,
             "RequestId": f"request-{self._num_requests}",
             "LogicalResourceId": "Resource",
+            "StackId": "arn:aws:cloudformation:us-east-1:123456789012:stack/training/1",
             "ResourceProperties": _texts(properties),
         }
         if kind != "Create":
@@ -104,6 +110,13 @@ def refuse(code: str, message: str = "no") -> Callable[[dict[str, Any]], Any]:
     return fail
 
 
+@functools.cache
+def session() -> boto3.Session:
+    """One for all tests, and the handlers' clients with it: reading the service models takes half a second."""
+    waiting.client.cache_clear()
+    return boto3.Session(aws_access_key_id="testing", aws_secret_access_key="testing", region_name="us-east-1")
+
+
 def handler_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """For a fixture: ``yield from handler_world(monkeypatch)``."""
     for key, value in {
@@ -120,9 +133,8 @@ def handler_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     world = World()
     with mock_aws():
-        monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-        waiting.session.cache_clear()
-        waiting.client.cache_clear()
+        monkeypatch.setattr(boto3, "DEFAULT_SESSION", session())
+        monkeypatch.setattr(waiting, "session", session)
         original = botocore.client.BaseClient._make_api_call
 
         def call(self: Any, operation: str, query: dict[str, Any]) -> Any:

@@ -186,7 +186,7 @@ def test_a_changed_job_follows_the_end_of_the_old_one(world: World) -> None:
     assert [ref.name for ref in world.kube.objects if ref.kind == "Pod"] == ["train-b-0", "train-b-1"]
 
 
-def test_keep_leaves_the_running_job_and_replaces_a_finished_one(world: World) -> None:
+def test_keep_leaves_the_running_job_and_follows_a_finished_one(world: World) -> None:
     deployed(world)
     keep = {**GATE, "onChange": "keep"}
     old, new = properties(config(), job("train-a"), gate=keep), properties(config("new"), job("train-b"), gate=keep)
@@ -196,8 +196,10 @@ def test_keep_leaves_the_running_job_and_replaces_a_finished_one(world: World) -
     assert not world.kube.has("Job", "train-b", NAMESPACE)
     world.kube.finish("train-a")
     world.run(kubernetes_objects, world.request("Update", new, old))
-    assert not world.kube.has("Job", "train-a", NAMESPACE)
+    assert world.kube.has("Job", "train-a", NAMESPACE), "its logs may still be wanted"
     assert world.kube.has("Job", "train-b", NAMESPACE)
+    delete(world, config(), job("train-b"), gate=GATE)
+    assert not world.kube.of_kind("Job")
 
 
 # -- delete
