@@ -200,9 +200,7 @@ def describe_cluster(cluster: eks.ICluster) -> iam.PolicyStatement:
 
 def describe_stack(scope: Construct) -> iam.PolicyStatement:
     """What a handler needs to tell a roll-back from a destruction."""
-    stack = Stack.of(scope)
-    arn = f"arn:{stack.partition}:cloudformation:{stack.region}:{stack.account}:stack/{stack.stack_name}/*"
-    return iam.PolicyStatement(actions=["cloudformation:DescribeStacks"], resources=[arn])
+    return iam.PolicyStatement(actions=["cloudformation:DescribeStacks"], resources=[Stack.of(scope).stack_id])
 
 
 def seconds(name: str, duration: Duration) -> str:
