@@ -16,20 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from payload import published, timeline
-from payload.buckets import Piece, check_sum, cut, surviving, totals
+from payload import counts, published, timeline
+from payload.buckets import Piece, check_sum, cut, totals
+from payload.counts import Gap, Restarts, Save
 from payload.events import EventError, read_events
 from payload.recovery_marks import Recovery, find_recoveries
-from payload.timeline import RankTimeline, RunTimeline
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Time between two records of the reference rank that nothing explains."""
-
-    duration_s: float
-    after_step: int
-    """The newest step done before it."""
+from payload.timeline import RunTimeline
 
 
 @dataclass(frozen=True)
@@ -48,23 +40,6 @@ class RecoveryStatistics:
 class RankPieces:
     source: str
     pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class Restarts:
-    """How often each layer started something again."""
-
-    in_process: int
-    """Entries into train() in a process that had been in it before, on the reference rank."""
-    workers: int
-    """Starts of the worker group by a launcher that had started it before: in-job restarts."""
-    containers: int
-    pods: int
-    """Replacements of a pod."""
-    backoff_raw_s: float
-    """Back-off that a cluster would have waited, over all pods."""
-    backoff_waited_s: float
-    """Back-off waited here, on the local runner's compressed clock."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +76,11 @@ class RunReport:
     """What really ran."""
     begin: float
     """Wall time of T's beginning."""
+    saves: tuple[Save, ...]
+    snapshots: tuple[tuple[int, float], ...]
+    """Step and stall of each snapshot in node memory."""
+    reference: str
+    """The rank that the buckets are those of."""
     ranks: tuple[RankPieces, ...] = field(repr=False)
     gaps: tuple[Gap, ...] = field(repr=False)
     """What ``other`` consists of, longest first."""
@@ -151,6 +131,11 @@ class RunReport:
     def step_s(self) -> float:
         """Mean of the surviving steps: the speed of the run, whatever was replayed."""
         return self.buckets["useful"] / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Those of the reference rank."""
+        return next(rank.pieces for rank in self.ranks if rank.source == self.reference)
 
     def recovery_statistics(self) -> dict[str, RecoveryStatistics]:
         """By fault type, in the order of their first occurrence."""
@@ -205,13 +190,18 @@ def analyse(run_dir: Path) -> RunReport:
         queued_s=_queued_s(run),
         buckets=buckets,
         recoveries=find_recoveries(run),
-        restarts=_restarts(run),
+        restarts=counts.restarts(run),
         versions=result.get("versions", {}),
         begin=run.begin,
+        saves=counts.saves(rank),
+        snapshots=tuple(
+            (int(s.event["step"]), float(s.event["stall_s"])) for s in rank.signals if s.kind == "snapshot"
+        ),
+        reference=rank.source,
         ranks=tuple(RankPieces(r.source, pieces if r is rank else cut(run, r)) for r in run.ranks),
-        gaps=_gaps(pieces),
+        gaps=counts.gaps(pieces),
         num_torn=events.num_torn,
-        **_steps(rank),
+        **counts.steps(rank),
     )
 
 
@@ -234,74 +224,3 @@ def _note(run: RunTimeline, result: Mapping[str, Any]) -> str:
 def _queued_s(run: RunTimeline) -> float | None:
     submitted = [signal.time for signal in run.signals if signal.kind == "job_start"]
     return max(0.0, run.begin - submitted[0]) if submitted else None
-
-
-def _steps(rank: RankTimeline) -> dict[str, Any]:
-    last = surviving(rank)
-    executed = [(place, step) for place, attempt in enumerate(rank.attempts) for step in attempt.steps]
-    again = [step for place, step in executed if last[step.step][0] != place]
-    return {
-        "final_step": max(last, default=0),
-        "num_steps": len(last),
-        "num_replayed_steps": len(again),
-        "training_wall_s": _training_wall_s(rank),
-        "losses": tuple((number, last[number][1].loss) for number in sorted(last)),
-        "replays": tuple((step.step, step.loss) for step in again),
-        "sha256": str(rank.train_end.event["sha256"]) if rank.train_end else "",
-    }
-
-
-def _training_wall_s(rank: RankTimeline) -> float:
-    total = 0.0
-    for process in range(len(rank.processes)):
-        mine = [attempt for attempt in rank.attempts if attempt.process == process and attempt.last_step is not None]
-        if mine:
-            begin = mine[0].state_ready
-            assert begin is not None
-            total += mine[-1].steps[-1].end - begin
-    return total
-
-
-def _gaps(pieces: tuple[Piece, ...]) -> tuple[Gap, ...]:
-    found, newest = [], 0
-    for piece in pieces:
-        newest = piece.step or newest
-        if piece.bucket == "other":
-            found.append(Gap(piece.duration_s, newest))
-    return tuple(sorted(found, key=lambda gap: -gap.duration_s))
-
-
-def _restarts(run: RunTimeline) -> Restarts:
-    rank = run.reference
-    entered = [attempt.process for attempt in rank.attempts]
-    lives = [s for s in run.signals if s.kind == "launcher_start"]
-    starts = [s for s in run.signals if s.kind == "pod_start"]
-    waits = [s.event for s in run.signals if s.kind == "backoff"]
-    if starts:
-        containers = sum(s.event["restart_count"] > 0 for s in starts)
-        pods = len(starts) - containers - len({s.event["index"] for s in starts})
-    else:
-        # No record of the Job (a cluster): each further life of a launcher is a container's restart.
-        containers, pods = len(lives) - len({s.source for s in lives}), 0
-    return Restarts(
-        in_process=len(entered) - len(set(entered)),
-        workers=len(_cycles_of_living_launchers(run)),
-        containers=containers,
-        pods=pods,
-        backoff_raw_s=sum(float(event["raw_s"]) for event in waits),
-        backoff_waited_s=sum(float(event["waited_s"]) for event in waits),
-    )
-
-
-def _cycles_of_living_launchers(run: RunTimeline) -> set[int]:
-    """Starts of the worker group by a launcher that had started it before."""
-    again: set[int] = set()
-    started: dict[str, int] = {}
-    for signal in run.signals:
-        if signal.kind == "launcher_start":
-            started[signal.source] = 0
-        elif signal.kind == "workers_start":
-            started[signal.source] = started.get(signal.source, 0) + 1
-            if started[signal.source] > 1:
-                again.add(int(signal.event["cycle"]))
-    return again
