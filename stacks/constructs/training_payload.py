@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from aws_cdk import Stack
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_iam as iam
 from constructs import Construct, IDependable
@@ -41,6 +40,16 @@ class LustreVolume:
     mount_name: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuGroup:
+    """What ``submit`` scales up again after the idle guard; plain values."""
+
+    auto_scaling_group_name: str
+    region: str
+    num_nodes: int
+    """0: others decide (a Capacity Block's schedule)."""
+
+
 class TrainingPayload(Construct):
     """Namespace, service account, volume, claim, the data's Job, the training Job with Service and ConfigMap.
 
@@ -48,9 +57,8 @@ class TrainingPayload(Construct):
     claim, volume and namespace. Every object's properties hold plain values but for the image, and the volume's handle,
     DNS name and mount name; so the Job's name changes with the run's spec and with nothing else.
 
-    Attributes: ``namespace``, ``volume``, ``data`` (or None), ``job``: KubernetesObjects; ``identity``: the Pod
-    Identity association, or None; ``job_name``, a plain value; ``claim_holder`` (what the claim's users must go
-    before).
+    Attributes: ``namespace``, ``volume``, ``data`` (or None), ``job``, ``settings``: KubernetesObjects;
+    ``identity``: the Pod Identity association, or None; ``job_name``, a plain value.
     """
 
     def __init__(
@@ -68,11 +76,13 @@ class TrainingPayload(Construct):
         prepare_data: Sequence[str] = (),
         on_change: OnChange = "replace",
         token_secret_arn: str = "",
-        auto_scaling_group_name: str = "",
+        gpu_group: GpuGroup,
+        after_pods: Construct | None = None,
     ) -> None:
         """``image_ready``: pods find the image from then on. ``needs``: what must be there before the first object and
         outlive the last (nodes, drivers). ``prepare_data``: options of prepare-data; empty: no such Job.
-        ``token_secret_arn``: a secret that the pods may read; empty: none.
+        ``token_secret_arn``: a secret that the pods may read; empty: none. ``after_pods``: a resource whose deletion
+        comes after that of all pods and before that of the claim (an export).
 
         Raises ConfigError for a value that Kubernetes would refuse.
         """
@@ -85,6 +95,9 @@ class TrainingPayload(Construct):
         self.volume.resource.node.add_dependency(self.namespace.resource)
         self.identity = self._identity(token_secret_arn) if token_secret_arn else None
         before_pods: list[IDependable] = [self.volume.resource, image_ready]
+        if after_pods:
+            after_pods.node.add_dependency(self.volume.resource)
+            before_pods.append(after_pods)
         if self.identity:
             before_pods.append(self.identity)
         self.data = self._prepare(config, prepare_data, before_pods)
@@ -99,7 +112,7 @@ class TrainingPayload(Construct):
         self.job = self._objects("Job", rendered, jobs=gate)
         for dependency in [*before_pods, *([self.data.resource] if self.data else [])]:
             self.job.resource.node.add_dependency(dependency)
-        self.settings = self._objects("Settings", [self._settings(auto_scaling_group_name)])
+        self.settings = self._objects("Settings", [self._settings(gpu_group)])
         self.settings.resource.node.add_dependency(self.namespace.resource, image_ready)
 
     def _objects(self, id: str, items: Sequence[dict[str, Any]], jobs: JobGate | None = None) -> KubernetesObjects:
@@ -164,15 +177,11 @@ class TrainingPayload(Construct):
             data.resource.node.add_dependency(dependency)
         return data
 
-    def _settings(self, auto_scaling_group_name: str) -> dict[str, Any]:
+    def _settings(self, group: GpuGroup) -> dict[str, Any]:
         """For ``python -m payload submit``, which knows the cluster but no stack."""
-        deployment = dataclasses.asdict(dataclasses.replace(self._deployment, image=""))
         facts = {
-            "deployment": deployment,
-            "autoScalingGroup": auto_scaling_group_name,
-            "region": Stack.of(self).region if auto_scaling_group_name else "",
-            "numNodes": 0,
+            "deployment": dataclasses.asdict(dataclasses.replace(self._deployment, image="")),
+            "gpu_group": dataclasses.asdict(group),
         }
-        return volumes.settings(
-            self._deployment.namespace, image=self._deployment.image, deployment=json.dumps(facts, sort_keys=True)
-        )
+        text = json.dumps(facts, sort_keys=True)
+        return volumes.settings(self._deployment.namespace, image=self._deployment.image, deployment=text)
