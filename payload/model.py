@@ -82,21 +82,14 @@ class CausalLM(Task):
     deferred = True
 
     def __init__(self, config: RunConfig) -> None:
+        """Raises ConfigError where the name is not legal."""
         self._config = config
         self._name = config.model.name
+        self._shape = shape_of(self._name)
 
     def build_dataset(self) -> TokenDataset:
-        return TokenDataset(self._config.data_dir, self._config.data.sequence_length)
-
-    def build_model(self) -> nn.Module:
-        """Raises ConfigError where the name, or the model for this data, is not legal."""
-        with _parameters_on_meta():
-            model: nn.Module = _named_shape(self._name) if self._name in SHAPES else _from_hub_config(self._name)
-        self._check(model.config)
-        return model
-
-    def _check(self, shape: Any) -> None:
-        dataset = self.build_dataset()
+        """Raises ConfigError too where the model does not fit the data."""
+        dataset, shape = TokenDataset(self._config.data_dir, self._config.data.sequence_length), self._shape
         if dataset.meta.vocab_size > shape.vocab_size:
             raise ConfigError(
                 f"model.name: {self._name} has {shape.vocab_size} token ids, the data in data.path "
@@ -107,6 +100,11 @@ class CausalLM(Task):
             raise ConfigError(
                 f"data.sequence_length: {dataset.sequence_length}; legal: 1 to {longest} for {self._name}"
             )
+        return dataset
+
+    def build_model(self) -> nn.Module:
+        with _parameters_on_meta():
+            return _from_shape(self._name, self._shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = batch["labels"]
@@ -161,21 +159,33 @@ def _copy_weights(model: nn.Module, name: str) -> None:
         local.copy_(whole[first_row : first_row + local.shape[0]] if whole.ndim else whole)
 
 
-def _named_shape(name: str) -> Any:
-    from transformers.models.llama.configuration_llama import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+def shape_of(name: str) -> Any:
+    """The Hugging Face config of a named shape, a hub id or a local folder. Raises ConfigError."""
+    if name in SHAPES:
+        from transformers.models.llama.configuration_llama import LlamaConfig
 
-    return LlamaForCausalLM(LlamaConfig(**SHAPES[name], tie_word_embeddings=False, attn_implementation="sdpa"))
-
-
-def _from_hub_config(name: str) -> Any:
-    """The model that a hub id or a local folder describes, without its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+        return LlamaConfig(**SHAPES[name], tie_word_embeddings=False, attn_implementation="sdpa")
+    from transformers import AutoConfig
 
     try:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise _unknown(name, error) from error
+
+
+def _from_shape(name: str, shape: Any) -> nn.Module:
+    if name in SHAPES:
+        from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+        model: nn.Module = LlamaForCausalLM(shape)
+        return model
+    from transformers import AutoModelForCausalLM
+
+    try:
+        built: nn.Module = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    except ValueError as error:
+        raise _unknown(name, error) from error
+    return built
 
 
 def _hub_weights(name: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -61,6 +62,13 @@ def join_group(config: RunConfig, attempt: Attempt, device: torch.device) -> Non
     )
     # Also the first use of every connection: whoever cannot reach its peers fails here, not in step 1.
     dist.all_reduce(torch.zeros(1, device=device))
+
+
+def release(device: torch.device) -> None:
+    """Frees what an abandoned attempt left on the device: its model sits in reference cycles (hooks, tracebacks)."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def leave_group() -> None:

@@ -6,6 +6,7 @@ a worker process is in the Session.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,12 @@ from payload.task import Dataset, Task, collate, load_task
 if TYPE_CHECKING:
     from payload.environment import WorkerEnvironment
     from payload.events import EventLog
+
+
+log = logging.getLogger(__name__)
+
+_SPEAK_EVERY_S = 10.0
+"""Least time between two lines of rank 0 in the container's log."""
 
 
 class TrainingError(RuntimeError):
@@ -70,6 +77,7 @@ class Session:
         """Set by SIGTERM; the ranks agree on it after each step."""
         self.stopped = False
         """The run was stopped and saved before its last step."""
+        self._spoken = -_SPEAK_EVERY_S
         self._runner_dir: Path | None = environment.runner_dir
         self.injector: Callable[[int], Injector] = injector or self._planned_faults
         self.checkpointer: Checkpointer = checkpointer or self._configured_checkpointer()
@@ -89,6 +97,12 @@ class Session:
     def request_stop(self) -> None:
         """From the SIGTERM handler: only sets a flag."""
         self.stop_requested = True
+
+    def speak(self, text: str) -> None:
+        """A line in the container's log, unless the last one is less than ten seconds old."""
+        if time.monotonic() - self._spoken >= _SPEAK_EVERY_S:
+            self._spoken = time.monotonic()
+            log.info(text)
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -136,8 +150,8 @@ def train(config: RunConfig, attempt: Attempt, session: Session) -> None:
     if result.is_finished(config):
         return
     session.events.emit("attempt", generation=attempt.generation, world_size=attempt.world_size, rank=attempt.rank)
-    program = _prepare(config, attempt, session)
     try:
+        program = _prepare(config, attempt, session)
         _run_steps(program)
         _finish(program)
     except CheckpointError as error:
@@ -149,6 +163,7 @@ def train(config: RunConfig, attempt: Attempt, session: Session) -> None:
 
 def _prepare(config: RunConfig, attempt: Attempt, session: Session) -> _Program:
     events, device = session.events, session.device
+    parallel.release(device)
     attempt.on_abort(session.checkpointer.abandon)
     with attempt.wait("joining the process group"):
         parallel.join_group(config, attempt, device)
@@ -244,13 +259,16 @@ def _step(program: _Program) -> _Agreed:
     agreed = _agree(program, loss_sum.detach(), num_tokens.detach())
     rate = _update(program, agreed, step)
     program.state.advance(batch_size)
+    loss = agreed.loss_sum / agreed.num_tokens
     duration_s = _pad(started, config.training.min_step_s)
+    if attempt.rank == 0:
+        session.speak(f"step {step} of {config.training.max_steps}, loss {loss:.4f}, {duration_s:.3f} s")
     session.events.emit(
         "step",
         step=step,
         duration_s=duration_s,
         data_s=data_s,
-        loss=agreed.loss_sum / agreed.num_tokens,
+        loss=loss,
         lr=rate,
         generation=attempt.generation,
     )

@@ -6,6 +6,7 @@ Ends by os._exit: after gloo groups were torn down, the interpreter's own exit c
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -25,12 +26,15 @@ def preload(config: RunConfig) -> None:
     """All imports of a worker, without touching CUDA or starting a thread: what a warm parent does before it forks."""
     for name in ("checkpoint", "faults", "recovery", "train"):
         importlib.import_module(f"payload.{name}")
+    importlib.import_module("payload.recovery").preload(config)
     if not config.model.task:
         importlib.import_module("payload.model").preload(config.model.name)
 
 
 def main() -> NoReturn:
     """Runs the worker that the environment describes and ends the process with its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("payload").setLevel(logging.INFO)
     code = 1
     try:
         code = run(WorkerEnvironment.read())

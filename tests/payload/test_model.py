@@ -11,7 +11,7 @@ from torch import nn
 from payload import parallel
 from payload.config import ConfigError, RunConfig
 from payload.data import IGNORED
-from payload.model import SHAPES, CausalLM, _named_shape, _parameters_on_meta, draw_weights
+from payload.model import SHAPES, CausalLM, _from_shape, _parameters_on_meta, draw_weights, shape_of
 from payload.optim import build_optimizer
 from payload.parallel import distribute, join_group, leave_group, whole
 from payload.state import RunState, digest
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def number_of_parameters(name: str) -> int:
     with _parameters_on_meta():
-        model: nn.Module = _named_shape(name)
+        model: nn.Module = _from_shape(name, shape_of(name))
     assert all(parameter.is_meta for parameter in model.parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -47,7 +47,7 @@ def test_the_named_shapes_are_those_of_the_article() -> None:
 
 def test_rotary_frequencies_survive_the_meta_device() -> None:
     with _parameters_on_meta():
-        model = _named_shape("llama-tiny")
+        model = _from_shape("llama-tiny", shape_of("llama-tiny"))
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert model.model.rotary_emb.inv_freq[0] == 1.0
     assert nn.Linear(2, 2).weight.is_meta is False, "the context must not leak"
@@ -131,7 +131,7 @@ def test_padding_does_not_count_in_the_loss(tmp_path: Path) -> None:
     """A sample padded to twice its length has the loss, the count and the gradients of the bare one."""
     config = run_config(tmp_path)
     prepare_text(config)
-    model = _named_shape("llama-tiny")
+    model = _from_shape("llama-tiny", shape_of("llama-tiny"))
     draw_weights(model, 0)
     tokens = torch.arange(10, 18).unsqueeze(0)
     labels = tokens + 1
@@ -190,7 +190,7 @@ def test_an_unknown_name_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "no-model").mkdir()
     config = run_config(tmp_path, model__name=str(tmp_path / "no-model"))
     with pytest.raises(ConfigError, match=r"model\.name: .*no-model.*legal: llama-tiny, llama-1b, llama-8b, a hub id"):
-        CausalLM(config).build_model()
+        CausalLM(config).build_dataset()
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,14 +198,14 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: 
     prepare_text(config)
     monkeypatch.setitem(SHAPES, "llama-tiny", {**SHAPES["llama-tiny"], "vocab_size": 256})
     with pytest.raises(ConfigError, match=r"model\.name: llama-tiny has 256 token ids, the data .* 257"):
-        CausalLM(config).build_model()
+        CausalLM(config).build_dataset()
 
 
 def test_a_sequence_that_is_too_long_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, data__sequence_length=4096)
     prepare_text(config)
     with pytest.raises(ConfigError, match=r"data\.sequence_length: 4096; legal: 1 to 2048"):
-        CausalLM(config).build_model()
+        CausalLM(config).build_dataset()
 
 
 def test_a_device_that_is_not_there_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

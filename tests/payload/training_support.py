@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -170,6 +171,8 @@ def run_world(folder: Path, world_size: int, body: Callable[[int, int, Any], Non
     """Runs ``body(rank, world_size, store)`` in forked processes; raises where one fails or hangs."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
+    # A process group of the parent that a collection in a child destroys waits for threads that the child has not.
+    gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads about.
         ranks = [context.Process(target=_rank, args=(folder, rank, world_size, body)) for rank in range(world_size)]
@@ -189,6 +192,7 @@ def run_world(folder: Path, world_size: int, body: Callable[[int, int, Any], Non
 
 def _rank(folder: Path, rank: int, world_size: int, body: Callable[[int, int, Any], None]) -> None:
     code = 1
+    gc.freeze()
     try:
         body(rank, world_size, dist.FileStore(str(folder / "store"), world_size))
         code = 0
