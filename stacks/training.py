@@ -34,9 +34,9 @@ COMPUTE = {
 class TrainingStack(ProfileStack):
     """Image, then capacity, then the payload: no GPU is paid for while an image is built.
 
-    Attributes: ``image``; ``capacity``; ``kubernetes``; ``payload``; ``export``, or None without a bucket; ``data_loss_guard``, or
-    None with one; ``idle_guard``, or None where it is off or the nodes come from a Capacity Block, which is paid for
-    in any case.
+    Attributes: ``image``; ``capacity``; ``kubernetes``; ``payload``; ``export``, or None without a bucket;
+    ``data_loss_guard``, or None with one; ``idle_guard``, or None where it is off or the nodes come from a Capacity
+    Block, which is paid for in any case.
     """
 
     def __init__(
