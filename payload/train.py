@@ -6,106 +6,31 @@ a worker process is in the Session.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from payload import parallel, result
-from payload.checkpoint.base import Checkpointer, CheckpointError
+from payload.checkpoint.base import CheckpointError
 from payload.config import RunConfig
 from payload.data import SampleOrder, rank_positions
 from payload.optim import build_optimizer, clip_factor, learning_rate, local_square_sum, scale_gradients
 from payload.recovery.base import Attempt
+from payload.session import Session
 from payload.state import RunState, digest, seed_step
-from payload.task import Dataset, Task, collate, load_task
+from payload.task import collate
 
-if TYPE_CHECKING:
-    from payload.environment import WorkerEnvironment
-    from payload.events import EventLog
-
-
-log = logging.getLogger(__name__)
-
-_SPEAK_EVERY_S = 10.0
-"""Least time between two lines of rank 0 in the container's log."""
+__all__ = ["Session", "TrainingError", "train"]
 
 
 class TrainingError(RuntimeError):
     """The training itself went wrong (a loss that is no number); the text names the step."""
-
-
-class Injector(Protocol):
-    """faults.Injector, as the loop sees it."""
-
-    def fire(self, step: int) -> None:
-        """Fires what is planned for the start of this step on this rank; may never return."""
-        ...
-
-
-class Session:
-    """What survives in-process restarts: event log, checkpointer with its warm writer, task and data mapping."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        events: EventLog,
-        environment: WorkerEnvironment,
-        *,
-        checkpointer: Checkpointer | None = None,
-        injector: Callable[[int], Injector] | None = None,
-    ) -> None:
-        """Args:
-            checkpointer: instead of the one that the config asks for.
-            injector: logical rank -> its injector, instead of the planned faults.
-
-        Raises ConfigError where device, task or data are not as the config says.
-        """
-        self.config = config
-        self.events = events
-        self.device = parallel.device_of(config, environment.local_rank)
-        self.task: Task = load_task(config)
-        self.dataset: Dataset = self.task.build_dataset()
-        self.stop_requested = False
-        """Set by SIGTERM; the ranks agree on it after each step."""
-        self.stopped = False
-        """The run was stopped and saved before its last step."""
-        self._spoken = -_SPEAK_EVERY_S
-        self._runner_dir: Path | None = environment.runner_dir
-        self.injector: Callable[[int], Injector] = injector or self._planned_faults
-        self.checkpointer: Checkpointer = checkpointer or self._configured_checkpointer()
-
-    def _planned_faults(self, rank: int) -> Injector:
-        from payload.faults import Injector as PlannedFaults
-
-        planned: Injector = PlannedFaults(self.config, rank, self.events, self._runner_dir)
-        return planned
-
-    def _configured_checkpointer(self) -> Checkpointer:
-        from payload import checkpoint
-
-        built: Checkpointer = checkpoint.build(self.config, self.events, device=self.device)
-        return built
-
-    def request_stop(self) -> None:
-        """From the SIGTERM handler: only sets a flag."""
-        self.stop_requested = True
-
-    def speak(self, text: str) -> None:
-        """A line in the container's log, unless the last one is less than ten seconds old."""
-        if time.monotonic() - self._spoken >= _SPEAK_EVERY_S:
-            self._spoken = time.monotonic()
-            log.info(text)
-
-    def close(self) -> None:
-        self.checkpointer.close()
 
 
 @dataclass
