@@ -39,12 +39,17 @@ def load(name: str) -> Profile:
 
     Raises ConfigError, one line a problem, each naming the file, the field and the legal values.
     """
-    path = PROFILES / f"{name}.toml"
+    return load_file(path_of(name))
+
+
+def path_of(name: str) -> Path:
+    """The file of a profile given by name or path. Raises ConfigError for a name that is not there."""
     if name.endswith(".toml") or "/" in name:
-        path = Path(name)
-    elif not path.is_file():
+        return Path(name)
+    path = PROFILES / f"{name}.toml"
+    if not path.is_file():
         raise ConfigError(f"profile: {name!r}; legal: {', '.join(names())}, or the path of a .toml file")
-    return load_file(path)
+    return path
 
 
 def load_file(path: Path) -> Profile:

@@ -12,7 +12,8 @@ from typing import Literal
 EfaLayout = Literal["classic", "modern", "none"]
 
 PRICES_AS_OF = "2026-11-09"
-"""Day on which the on-demand prices below were last compared with AWS's public price list."""
+"""Day of the newest price below (p5, p4de); p5en is of 2026-08-06, g5 of 2026-06-17. AWS publishes no on-demand price
+for p5e in every region: p5en's, which is not lower, stands for it."""
 PRICE_REGION = "us-east-1"
 """Linux, on demand, in US dollars; other regions and agreements differ, most by less than a third."""
 PRICE_SOURCE = "https://aws.amazon.com/ec2/pricing/on-demand/"

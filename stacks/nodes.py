@@ -19,9 +19,9 @@ BLOCK_MARGIN = timedelta(minutes=35)
 _LABEL_KEY = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 _AMI_ID = r"ami-([0-9a-f]{8}|[0-9a-f]{17})"
-_AMI_PARAMETER = (
-    r"/aws/service/eks/optimized-ami/[0-9.]+/amazon-linux-2023/x86_64/nvidia/[a-z0-9_.-]+-v[0-9]{8}/image_id"
-)
+AMI_FAMILY = "/aws/service/eks/optimized-ami/{version}/amazon-linux-2023/x86_64/nvidia"
+"""Public SSM parameters of the image with driver, fabric manager, container toolkit and EFA host parts."""
+_AMI_PARAMETER = AMI_FAMILY.format(version="[0-9.]+") + r"/[a-z0-9_.-]+-v[0-9]{8}/image_id"
 
 
 class Taint(Section):
