@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from aws_cdk import RemovalPolicy
 from aws_cdk import aws_ec2 as ec2
@@ -40,7 +40,7 @@ class ClusterStack(ProfileStack):
             removal_policy=RemovalPolicy.DESTROY,
         )
         self.kubectl_layer = KubectlV35Layer(self, "Kubectl")
-        self.cluster = eks.Cluster(
+        cluster = eks.Cluster(
             self,
             "Cluster",
             cluster_name=profile.cluster_name,
@@ -58,10 +58,12 @@ class ClusterStack(ProfileStack):
             output_config_command=False,
             prune=False,
         )
-        self.cluster.node.add_dependency(log_group)
+        cluster.node.add_dependency(log_group)
+        # The L2's type lacks one member of the interface that its users take; at run time it has it.
+        self.cluster = cast("eks.ICluster", cluster)
         self.admin_role = self._admin_role()
-        self.cluster.grant_cluster_admin("Admin", self.admin_role.role_arn)
-        self.system_nodes = self._system_nodes(network)
+        cluster.grant_cluster_admin("Admin", self.admin_role.role_arn)
+        self.system_nodes = self._system_nodes(cluster, network)
         self.pod_identity_addon = self._addon("PodIdentity", "eks-pod-identity-agent")
         self.fsx_csi_addon = self._fsx_csi_addon()
         self.monitoring_addon = self._addon("NodeMonitoring", "eks-node-monitoring-agent")
@@ -83,16 +85,12 @@ class ClusterStack(ProfileStack):
             self,
             "AdminRole",
             assumed_by=iam.AccountRootPrincipal(),
-            description=f"Cluster admin of {self.cluster_name}; whom IAM allows to assume it, may",
+            description=f"Cluster admin of {self.profile.cluster_name}; whom IAM allows to assume it, may",
         )
         role.add_to_policy(iam.PolicyStatement(actions=["eks:DescribeCluster"], resources=[self.cluster.cluster_arn]))
         return role
 
-    @property
-    def cluster_name(self) -> str:
-        return self.profile.cluster_name
-
-    def _system_nodes(self, network: NetworkStack) -> eks.Nodegroup:
+    def _system_nodes(self, cluster: eks.Cluster, network: NetworkStack) -> eks.Nodegroup:
         """Where CoreDNS and the CSI controller run when no GPU node exists."""
         template = ec2.LaunchTemplate(
             self,
@@ -108,7 +106,7 @@ class ClusterStack(ProfileStack):
         )
         version = template.latest_version_number
         count = self.profile.cluster.system_nodes
-        return self.cluster.add_nodegroup_capacity(
+        return cluster.add_nodegroup_capacity(
             "System",
             instance_types=[ec2.InstanceType(self.profile.cluster.system_instance_type)],
             ami_type=eks.NodegroupAmiType.AL2023_X86_64_STANDARD,
