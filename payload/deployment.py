@@ -69,6 +69,10 @@ class Deployment:
     """Of the training container, for an image with a start of its own."""
     env: tuple[tuple[str, str], ...] = ()
     """More environment, such as NCCL and EFA settings."""
+    token_secret: str = ""
+    """ARN of the AWS secret that the pod reads its Hugging Face token from, by its own identity; empty: none."""
+    await_data: bool = False
+    """A Job of ``render_prepare_data`` fills the data folder: launchers wait for it."""
     user_id: int = 1000
     group_id: int = 1000
     """Also fsGroup: the group that owns the volumes."""

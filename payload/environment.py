@@ -23,6 +23,8 @@ CYCLE = "NVRX_EKS_CYCLE"
 STORE = "NVRX_EKS_STORE"
 WARM = "NVRX_EKS_WARM"
 WORKER_MODULE = "NVRX_EKS_WORKER"
+TOKEN_SECRET = "NVRX_EKS_HF_SECRET"
+AWAIT_DATA = "NVRX_EKS_AWAIT_DATA"
 DEFAULT_WORKER = "payload.worker"
 
 
@@ -46,6 +48,10 @@ class PodEnvironment:
     """Where a fault may ask for the loss of a pod; only where pods are local processes."""
     worker_module: str
     """Module run as a worker."""
+    token_secret: str = ""
+    """ARN of the secret that holds the Hugging Face token; empty: public models only."""
+    await_data: bool = False
+    """A Job beside this one prepares the data: wait for it before the workers start."""
 
     @classmethod
     def read(cls, values: Mapping[str, str] | None = None) -> PodEnvironment:
@@ -64,6 +70,8 @@ class PodEnvironment:
             hosts_file=_path(values, HOSTS),
             runner_dir=_path(values, RUNNER),
             worker_module=values.get(WORKER_MODULE) or DEFAULT_WORKER,
+            token_secret=values.get(TOKEN_SECRET, ""),
+            await_data=values.get(AWAIT_DATA) == "1",
         )
 
 
@@ -109,6 +117,11 @@ class WorkerEnvironment:
             runner_dir=_path(values, RUNNER),
             warm=values.get(WARM) == "1",
         )
+
+
+def token_secret() -> str:
+    """ARN of the secret that holds the Hugging Face token, for a pod that is no part of a run; '' without."""
+    return os.environ.get(TOKEN_SECRET, "")
 
 
 def export(values: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import NoReturn
 
-from payload import environment, process
+from payload import environment, process, startup
 from payload.agent import Observer, Refused, Stopped, UnfitNode, WorkersFailed, no_action, run_torchrun, worker_command
 from payload.budget import NoProgress, RestartBudget
 from payload.config import EXIT_BAD_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_UNFIT_NODE, ConfigError
@@ -68,6 +68,7 @@ class Launcher:
 
     def _work(self) -> tuple[int, str]:
         try:
+            startup.prepare(self._pod)
             if self._pod.config.recovery.warm_workers:
                 self._server = ForkServer.start(self._pod)
                 self._observer.command = worker_command(self._pod, self._server.address)
@@ -80,7 +81,7 @@ class Launcher:
             return EXIT_BAD_CONFIG, str(error)
         except Stopped as error:
             return EXIT_STOPPED, str(error)
-        except (WorkersFailed, MeetingError) as error:
+        except (WorkersFailed, MeetingError, startup.NotReady) as error:
             return (EXIT_STOPPED if self._observer.stopping else EXIT_FAILED), str(error)
         return 0, "complete"
 

@@ -297,6 +297,10 @@ def _environment(name: str, deployment: Deployment) -> list[Manifest]:
         "TMPDIR": SCRATCH_MOUNT,
         **dict(deployment.env),
     }
+    if deployment.token_secret:
+        values["NVRX_EKS_HF_SECRET"] = deployment.token_secret
+    if deployment.await_data:
+        values["NVRX_EKS_AWAIT_DATA"] = "1"
     downward = {"POD_NAME": "metadata.name", "POD_UID": "metadata.uid", "NODE_NAME": "spec.nodeName"}
     return [
         *({"name": key, "value": value} for key, value in values.items()),

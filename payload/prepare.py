@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from payload import environment, startup
 from payload.config import ConfigError
 from payload.data import META, TOKENS, TokenMeta, read_meta
 
@@ -235,6 +236,7 @@ def main(argv: Sequence[str]) -> int:
     samples = given.samples if given.samples is not None else (100_000 if source == "c4" else 0)
     if samples < 0:
         raise ConfigError(f"--samples: {samples}; legal: 0 (all) or more")
+    startup.load_token(environment.token_secret())
     meta = prepare(Request(source, given.tokenizer, samples), given.out)
     sys.stdout.write(f"{given.out}: {meta.num_documents} documents, {meta.num_tokens} tokens ({meta.tokenizer})\n")
     return 0

@@ -10,16 +10,11 @@ from stacks.nodes import Taint
 from stacks.profile import Profile
 
 SERVICE_ACCOUNT = "training"
-TOKEN_SECRET = "NVRX_EKS_HF_SECRET"
-"""Environment of the pod: ARN of the secret that it reads its Hugging Face token from (payload/environment.py)."""
 
 
 def deployment(profile: Profile, *, image: str, image_id: str) -> Deployment:
     """``image`` may be a CDK token, everything else is plain."""
     instance, job = profile.nodes.instance, profile.job
-    environment = nccl.environment(instance)
-    if job.hf_token_secret_arn:
-        environment[TOKEN_SECRET] = job.hf_token_secret_arn
     # A Job may wait for days until its block starts; there the block's end bounds the cost.
     block = profile.nodes.capacity.kind == "capacity-block"
     return Deployment(
@@ -36,7 +31,9 @@ def deployment(profile: Profile, *, image: str, image_id: str) -> Deployment:
         num_efa=instance.efa_cards,
         hugepages_2mi_mib=instance.pod_hugepages_mib,
         shm_mib=profile.pod_memory_volume_gib * 1024,
-        env=tuple(sorted(environment.items())),
+        env=tuple(sorted(nccl.environment(instance).items())),
+        token_secret=job.hf_token_secret_arn,
+        await_data=bool(job.prepare_data),
         max_s=0 if block else int(job.max_hours * 3600),
     )
 
