@@ -27,6 +27,8 @@ COMMANDS: dict[str, str] = {
     "render": "payload.cli:render_command",
     "prepare-data": "payload.prepare:main",
     "report": "payload.report:cli",
+    "plan": "payload.plan:cli",
+    "audit": "payload.audit:cli",
 }
 """Name -> ``module:function``, which takes the arguments after the name and returns the exit code. Imported when
 called, so that a command costs only its own imports."""

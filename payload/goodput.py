@@ -76,6 +76,10 @@ class RunReport:
     """What really ran."""
     begin: float
     """Wall time of T's beginning."""
+    num_pods: int
+    """Launchers in the log; 0 where none ran."""
+    world_size: int
+    """At the beginning."""
     saves: tuple[Save, ...]
     snapshots: tuple[tuple[int, float], ...]
     """Step and stall of each snapshot in node memory."""
@@ -193,6 +197,8 @@ def analyse(run_dir: Path) -> RunReport:
         restarts=counts.restarts(run),
         versions=result.get("versions", {}),
         begin=run.begin,
+        num_pods=len(events.pods()),
+        world_size=rank.attempts[0].world_size if rank.attempts else 0,
         saves=counts.saves(rank),
         snapshots=tuple(
             (int(s.event["step"]), float(s.event["stall_s"])) for s in rank.signals if s.kind == "snapshot"

@@ -35,9 +35,13 @@ def percent(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Three significant digits, no more than the clock gives."""
+    """Three significant digits at most; milliseconds below 0.1 s."""
     if value is None or math.isnan(value):
         return "-"
+    if value == 0:
+        return "0 s"
+    if abs(value) < 0.1:
+        return f"{1000 * value:.0f} ms" if abs(value) >= 0.01 else f"{1000 * value:.1f} ms"
     return f"{value:.0f} s" if abs(value) >= 100 else f"{value:.1f} s" if abs(value) >= 10 else f"{value:.2f} s"
 
 

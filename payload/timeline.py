@@ -100,7 +100,7 @@ class RankTimeline:
 class RunTimeline:
     ranks: tuple[RankTimeline, ...]
     signals: tuple[Signal, ...]
-    """All records of all sources, by time."""
+    """All records of all sources but the steps, by time."""
     begin: float
     """Start of the first process of the run."""
     end: float
@@ -169,7 +169,8 @@ def build(events: RunEvents) -> RunTimeline:
     every += stamp(events.by_source.get("job", ()))
     every.sort(key=lambda signal: signal.time)
     begin, end, complete = min(starts), *_end(ranks, every)
-    return RunTimeline(ranks, tuple(every), begin, max(begin, end), complete)
+    marks = tuple(signal for signal in every if signal.kind != "step")
+    return RunTimeline(ranks, marks, begin, max(begin, end), complete)
 
 
 def _end(ranks: Sequence[RankTimeline], every: Sequence[Signal]) -> tuple[float, bool]:

@@ -100,9 +100,10 @@ class RunBuilder:
             self.every("step", step=step, generation=self.generation, **fields)
             self.now += gap_s
 
-    def save(self, step: int, blocking_s: float = 0.75) -> None:
+    def save(self, step: int, blocking_s: float = 0.75, write_s: float = 2.5) -> None:
         self.now += blocking_s
         self.every("save", step=step, mode="async", blocking_s=blocking_s)
+        self.every("save_done", step=step, write_s=write_s)
 
     def fault(self, kind: str, rank: int, step: int) -> None:
         number = sum(record["kind"] == "fault" for record in self.records)
@@ -168,10 +169,12 @@ class RunBuilder:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             path.unlink()
+        lines: dict[str, list[str]] = {}
         for record in self.records:
             if not drop(record):
-                with (folder / f"{record['source']}.jsonl").open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                lines.setdefault(record["source"], []).append(json.dumps(record))
+        for source, texts in lines.items():
+            (folder / f"{source}.jsonl").write_text("\n".join(texts) + "\n")
         if result:
             asked = {"run_id": self.run_dir.name, "arm": self.arm, "checkpoint_mode": "async"}
             versions = {"torch": "2.13.0", "nvidia-resiliency-ext": "0.4.1"}
@@ -200,6 +203,17 @@ def in_process_run(run_dir: Path) -> RunBuilder:
     run.steps(16, 20)
     run.save(20)
     run.finish(20)
+    return run
+
+
+def straight_run(run_dir: Path) -> RunBuilder:
+    """20 steps and the same saves, without a fault."""
+    run = RunBuilder(run_dir, arm="in-process")
+    run.begin()
+    for last in (5, 10, 15, 20):
+        run.steps(last - 4, last)
+        run.save(last)
+    run.finish(20, drain_s=1.75)
     return run
 
 

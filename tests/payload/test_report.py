@@ -14,16 +14,7 @@ from payload.buckets import BUCKETS, Piece
 from payload.cli import COMMANDS
 from payload.goodput import RunReport, analyse
 from payload.html_report import write_html
-from tests.payload.run_builder import RunBuilder, in_job_run, in_process_run, kubernetes_run
-
-
-def straight_run(run_dir: Path) -> RunBuilder:
-    run = RunBuilder(run_dir, arm="without-faults")
-    run.begin()
-    run.steps(1, 20)
-    run.finish(20)
-    return run
-
+from tests.payload.run_builder import RunBuilder, in_job_run, in_process_run, kubernetes_run, straight_run
 
 SCRIPTS = [straight_run, in_process_run, kubernetes_run, in_job_run]
 
@@ -87,14 +78,13 @@ def test_the_versions_that_ran(reports: list[RunReport]) -> None:
     assert report.versions([]) == "not recorded"
 
 
-def test_seconds_have_three_digits() -> None:
-    assert [report.seconds(v) for v in (0.126, 12.34, 1234.5, None, float("nan"))] == [
-        "0.13 s",
-        "12.3 s",
-        "1234 s",
-        "-",
-        "-",
-    ]
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 s"), (0.004, "4.0 ms"), (0.05, "50 ms"), (0.126, "0.13 s"), (12.34, "12.3 s"), (1234.5, "1234 s")],
+)
+def test_seconds_have_three_digits(value: float, text: str) -> None:
+    assert report.seconds(value) == text
+    assert report.seconds(None) == report.seconds(float("nan")) == "-"
 
 
 class _Page(HTMLParser):
