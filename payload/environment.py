@@ -119,6 +119,16 @@ class WorkerEnvironment:
         )
 
 
+def run_config(values: Mapping[str, str] | None = None) -> RunConfig:
+    """The config that the pod was given. Raises ConfigError."""
+    return _config(os.environ if values is None else values)
+
+
+def local_rank() -> int:
+    """Of a process that torchrun started. Raises ConfigError."""
+    return _integer(os.environ, "LOCAL_RANK", 0, 1024)
+
+
 def token_secret() -> str:
     """ARN of the secret that holds the Hugging Face token, for a pod that is no part of a run; '' without."""
     return os.environ.get(TOKEN_SECRET, "")
