@@ -74,7 +74,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["training.max_steps", "faults.count"]
 
 
-@pytest.mark.parametrize("profile", ["local", "kind"])
+@pytest.mark.parametrize("profile", ["local", "kind", "p5"])
 def test_render_prints_what_kubectl_applies(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     assert cli.main(["render", "--profile", profile, *ARTICLE]) == 0
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
@@ -108,7 +108,7 @@ def test_every_command_exists_and_helps(capsys: pytest.CaptureFixture[str]) -> N
         ("[local]\nspeedup = 0\n", "local.speedup: 0; legal: a number from 1 on"),
         ("[local]\nroot = ''\n", "local.root: ''; legal: a folder"),
         ("[deployment]\nnamespace = 'x'\n", "deployment.image: missing"),
-        ("[deployment]\nimage = 'x'\ngpus = 1\n", "deployment.gpus: unknown field; legal here: command,"),
+        ("[deployment]\nimage = 'x'\ngpus = 1\n", "deployment.gpus: unknown field; legal here: "),
         ("[deployment]\nimage = 'x'\nshm_mib = '1'\n", "deployment.shm_mib: '1'; legal: a value of type int"),
         ("[deployment]\nimage = 'x'\n[[deployment.tolerations]]\nk = 1\n", "deployment.tolerations: "),
     ],
