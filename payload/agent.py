@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _CYCLE_KEY = "nvrx-eks/cycle"
 _STOP = -1
-_RECENT_S = 60.0
+_EXIT_BARRIER_S = 10.0
 
 
 class WorkersFailed(RuntimeError):
@@ -66,6 +66,8 @@ class Observer:
         self.reason = ""
         """Of the newest failure of this pod's workers."""
         self._reported = -1
+        self._started = 0.0
+        """When the workers of this cycle were started, in seconds since the epoch."""
 
     def before_start(self, store: Store, group_rank: int) -> None:
         """All nodes have met: agree on the number of this start. Raises NoProgress, UnfitNode or Stopped."""
@@ -94,6 +96,7 @@ class Observer:
             raise UnfitNode(f"the last {limit} failures began on node {node}")
 
     def started(self, pids: dict[int, Any]) -> None:
+        self._started = time.time()
         self.pids = tuple(int(pid) for pid in pids.values())
         self.events.emit("workers_start", cycle=self.cycle, pids=list(self.pids))
 
@@ -116,13 +119,19 @@ class Observer:
         if EXIT_BAD_CONFIG in codes.values():
             raise Refused(reason)
         if EXIT_STOPPED not in codes.values():
-            self.budget.record_failure(self.cycle, self.pod.index, self.pod.node_name, self._failed_at(codes))
+            self._record_failure(self._failed_at(codes))
 
     def stopped_workers(self) -> None:
         """The workers of this pod are being stopped for a failure that they may not have had themselves."""
         if self.cycle >= 0 and self._reported < self.cycle and not self.stopping and not self.succeeded:
             self._reported = self.cycle
-            self.budget.record_failure(self.cycle, self.pod.index, self.pod.node_name, time.time())
+            self._record_failure(time.time())
+
+    def _record_failure(self, wall: float) -> None:
+        """Planned faults say nothing about the node that they hit."""
+        logs = self.pod.config.events_dir.glob("rank*.jsonl")
+        planned = any(record["wall"] > self._started for path in logs for record in tail(path, "fault")[-1:])
+        self.budget.record_failure(self.cycle, self.pod.index, self.pod.node_name, wall, planned=planned)
 
     def _failed_at(self, codes: dict[str, int]) -> float:
         """When the first worker of this pod failed.
@@ -134,8 +143,7 @@ class Observer:
         for rank, code in codes.items():
             records = tail(self.pod.config.events_dir / f"rank{rank}.jsonl", "" if code < 0 else "detected")
             walls += [float(record["wall"]) for record in records[-1:]]
-        recent = [wall for wall in walls if wall > time.time() - _RECENT_S]
-        return min(recent, default=time.time())
+        return min((wall for wall in walls if wall > self._started), default=time.time())
 
     def grace_s(self, codes: list[int | None]) -> float:
         """How long the other workers of this pod may still run once one has ended."""
@@ -151,6 +159,11 @@ def observed(base: type[Any], observer: Observer) -> type[Any]:
     """A subclass of a LocalElasticAgent, torch's or NVRx's, that reports to ``observer``."""
 
     class Observed(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # The workers have waited for one another; an agent that is missing now was lost before.
+            self._exit_barrier_timeout: float = _EXIT_BARRIER_S
+
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             observer.before_start(worker_group.store, worker_group.group_rank)
             pids: dict[int, Any] = super()._start_workers(worker_group)

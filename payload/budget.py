@@ -114,21 +114,24 @@ class RestartBudget:
         logs = sorted(self._config.events_dir.glob("rank*.jsonl"), key=lambda p: (len(p.name), p.name))[:_MAX_LOGS]
         return max((_last_step(path) for path in logs), default=0)
 
-    def record_failure(self, cycle: int, index: int, node: str, wall: float) -> None:
-        """One node's view of how a cycle ended: when (seconds since the epoch) its first worker failed."""
-        _publish(self._dir / f"failure-{cycle}-{index}.json", {"node": node, "wall": wall})
+    def record_failure(self, cycle: int, index: int, node: str, wall: float, *, planned: bool) -> None:
+        """One node's view of how a cycle ended: when (seconds since the epoch) its first worker failed.
+
+        ``planned``: an injected fault was among what happened, so that no node is to blame.
+        """
+        _publish(self._dir / f"failure-{cycle}-{index}.json", {"node": node, "wall": wall, "planned": planned})
 
     def blamed_in_a_row(self, node: str) -> int:
         """How many of the newest failures, without a gap, began on ``node``.
 
-        A failure that not every node has recorded (a pod was lost with its launcher) is nobody's.
+        A failure that not every node has recorded (a pod was lost with its launcher) is nobody's, as is a planned one.
         """
         culprits = []
         for cycle in sorted({int(p.stem.split("-")[1]) for p in self._dir.glob("failure-*-*.json")}, reverse=True):
             records = [json.loads(p.read_text()) for p in self._dir.glob(f"failure-{cycle}-*.json")]
-            complete = len(records) == self._config.parallelism.num_nodes
-            first = min(records, key=lambda r: r["wall"])["node"]
-            culprits.append(first if complete and not self._excused(cycle, node) else "")
+            counts = len(records) == self._config.parallelism.num_nodes and not any(r["planned"] for r in records)
+            first = min(records, key=lambda r: float(r["wall"]))["node"]
+            culprits.append(first if counts and not self._excused(cycle, node) else "")
         streak = 0
         while streak < len(culprits) and culprits[streak] == node:
             streak += 1

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 _LOOK_S = 0.5
+_LAST_WORD_S = 2.0
 _DEFAULTS = {
     # NVRx polls stores with short timeouts, and torch would warn of each.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -161,9 +162,21 @@ class Launcher:
             log.info("pod %d: %s", self._pod.index, reason)
         else:
             log.error("pod %d ends with code %d: %s", self._pod.index, code, reason)
+        self._let_monitors_speak()
         process.kill_below(os.getpid())
         self._events.emit("launcher_end", code=code, reason=reason)
         return code
+
+    def _let_monitors_speak(self) -> None:
+        """NVRx's monitor of a dead rank still tells the other pods that the rank is gone; without its word they wait
+        for the heartbeat timeout."""
+        if self._pod.config.recovery.arm != "in-process" or self._observer.succeeded:
+            return
+        server = self._server.pid if self._server is not None else 0
+        deadline = time.monotonic() + _LAST_WORD_S
+        while time.monotonic() < deadline and set(process.descendants(os.getpid())) - {server}:
+            process.reap(keep=[*self._observer.pids, server])
+            time.sleep(0.05)
 
     def _end_now(self, code: int, reason: str) -> NoReturn:
         self._end(code, reason)

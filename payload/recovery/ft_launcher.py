@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -16,6 +17,8 @@ from payload import environment
 from payload.agent import Observer, no_action, run_agent
 from payload.environment import PodEnvironment
 from payload.meeting import Meeting
+
+_KEEP_ALIVE = timedelta(seconds=2)
 
 
 def ft_arguments(pod: PodEnvironment, host: str, local_address: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -86,6 +89,8 @@ def run_ft_launcher(pod: PodEnvironment, meeting: Meeting, observer: Observer) -
 def _pin_descriptors(pod: PodEnvironment) -> None:
     """Releases without GROUP_RANK sort the nodes by descriptor: let it begin with the completion index.
 
+    They also hard-code how often a node shows that it lives (three misses and it counts as lost).
+
     The pod's uid keeps a replaced pod apart from the one before, which had the same index and often the same pid.
     """
     try:
@@ -99,6 +104,12 @@ def _pin_descriptors(pod: PodEnvironment) -> None:
             return rendezvous._NodeDesc(f"{pod.index:06d}-{pod.pod_uid}", 0, next(numbers))
 
     rendezvous.FtRendezvousHandler._node_desc_generator = Pinned()
+    settings = rendezvous.RendezvousSettings
+
+    def quicker(*args: Any, keep_alive_interval: timedelta, **kwargs: Any) -> Any:
+        return settings(*args, keep_alive_interval=min(keep_alive_interval, _KEEP_ALIVE), **kwargs)
+
+    rendezvous.RendezvousSettings = quicker
 
 
 def _share_store() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,18 @@ class AgentStore(TorchPrefixStore, StoreMixin):  # type: ignore[misc]
     def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
         connection = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         TorchPrefixStore.__init__(self, prefix, connection)
+
+
+_raw_initial_ranks = StoreMixin.get_initial_ranks
+
+
+def _initial_ranks(store: StoreMixin, ranks: Iterable[int]) -> list[int]:
+    """As numbers: NVRx writes them back as they come, and bytes in a barrier's key break it for every rank."""
+    return [int(rank) for rank in _raw_initial_ranks(store, ranks)]
+
+
+# Used when a rank falls silent (its node is gone); the same in 0.4.1, 0.6.0 and 0.7.0.
+StoreMixin.get_initial_ranks = _initial_ranks
 
 
 class LiftedTimestamp(Timestamp):  # type: ignore[misc]

@@ -54,6 +54,7 @@ class Pods:
             **fields,
         }
         self.config = RunConfig().with_overrides(overrides)
+        self.folder.mkdir(exist_ok=True)
         self.config.run_dir.mkdir(parents=True)
         (self.config.run_dir / "plan.json").write_text(json.dumps(list(plan)))
         self.run_file = folder / "run.json"

@@ -1,7 +1,8 @@
 """A worker without model and checkpoints: steps of one all-reduce under a recovery arm, with faults by plan.
 
 The plan is ``plan.json`` in the run's folder: a list of {step, rank, type, always}. Without ``always`` a fault fires
-once a run. Its steps go on from the newest one in ``saved.json``, which logical rank 0 writes after each step.
+once a run and is announced as a planned one. Steps go on from the newest one in ``saved.json``, which logical rank 0
+writes after each step.
 """
 
 import ctypes
@@ -41,7 +42,8 @@ class Job:
                 if marker.exists():
                     continue
                 marker.touch()
-            self.events.emit("fault", step=step, type=fault["type"], rank=rank)
+            if not fault.get("always"):
+                self.events.emit("fault", step=step, type=fault["type"], rank=rank, generation=self.generation)
             self.fire(fault["type"])
 
     def fire(self, kind):
@@ -52,6 +54,9 @@ class Job:
         if kind == "hang":
             while True:
                 time.sleep(0.05)
+        if kind == "wait":
+            self.events.emit("waiting")
+            time.sleep(3600)
         if kind == "hang-c":
             ctypes.CDLL(None).sleep(3600)
         if kind == "leave":
@@ -62,6 +67,7 @@ class Job:
         import torch.distributed as dist
 
         self.events.emit("attempt", generation=attempt.generation, world_size=attempt.world_size, rank=attempt.rank)
+        self.generation = attempt.generation
         aborted = self.config.run_dir / "aborted"
         attempt.on_abort(lambda: aborted.write_text(attempt.generation))
         with attempt.wait("joining"):
@@ -76,7 +82,7 @@ class Job:
         start = torch.tensor([float(self.saved())])
         dist.broadcast(start, 0)
         block_s = float(os.environ.get("TINY_BLOCK_S", "0"))
-        if block_s:
+        if block_s and not self.saved():
             with attempt.wait("a long C call"):
                 ctypes.CDLL(None).usleep(int(block_s * 1e6))
         for step in range(int(start.item()) + 1, self.config.training.max_steps + 1):
@@ -119,10 +125,11 @@ def main():
         code = error.code
     except RuntimeError as error:
         print(f"rank {environment.rank}: {error!r}", file=sys.stderr)
-    events.emit("process_end", code=code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        events.emit("process_end", code=code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
