@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from payload.config import TrainingConfig
-from payload.parallel import local_part
+from payload.parallel import local_tensor
 
 _FINAL_SHARE = 0.1
 """The cosine ends at this share of the learning rate."""
@@ -57,17 +57,22 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (_FINAL_SHARE + (1 - _FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device, num_copies: int) -> Tensor:
-    """Sum of the squares of this rank's gradients in fp64, so that adding it over ranks gives the squared norm.
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of each gradient that there is, memory shared with it; empty parts left out."""
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+    return [gradient for gradient in gradients if gradient.numel()]
+
+
+def local_square_sum(gradients: list[Tensor], device: torch.device, num_copies: int) -> Tensor:
+    """Sum of the squares of this rank's gradients, so that adding it over ranks gives the squared norm (fp64 scalar).
 
     Args:
         num_copies: ranks that hold the same gradients (DDP: all of them; sharded: 1).
     """
-    gradients = [local_part(p.grad)[0] for p in parameters if p.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+    # The dtype is that of the accumulation: without it, bf16 norms would be rounded to bf16.
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
     return torch.stack(norms).double().square().sum() / num_copies
 
 
@@ -76,7 +81,6 @@ def clip_factor(norm: float, largest: float) -> float:
     return min(1.0, largest / (norm + _NORM_EPS)) if largest else 1.0
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    gradients = [local_part(p.grad)[0] for p in parameters if p.grad is not None]
+def scale_gradients(gradients: list[Tensor], factor: float) -> None:
     if gradients:
         torch._foreach_mul_(gradients, factor)

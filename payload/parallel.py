@@ -134,13 +134,18 @@ def num_copies(config: RunConfig) -> int:
     return dist.get_world_size() if config.parallelism.strategy == "ddp" else 1
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a sharded tensor (memory shared with it) and the index of its first row in the whole."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor itself; memory is shared with it."""
     tensor = tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """local_tensor(), and the index of its first row in the whole (0 for a scalar)."""
     if not isinstance(tensor, DTensor):
-        return tensor, 0
+        return local_tensor(tensor), 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), offsets[0]
+    return local_tensor(tensor), offsets[0]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,14 @@ from payload import parallel, result
 from payload.checkpoint.base import CheckpointError
 from payload.config import RunConfig
 from payload.data import SampleOrder, rank_positions
-from payload.optim import build_optimizer, clip_factor, learning_rate, local_square_sum, scale_gradients
+from payload.optim import (
+    build_optimizer,
+    clip_factor,
+    learning_rate,
+    local_gradients,
+    local_square_sum,
+    scale_gradients,
+)
 from payload.recovery.base import Attempt
 from payload.session import Session
 from payload.state import RunState, digest, seed_step
@@ -48,10 +54,6 @@ class _Program:
     @property
     def step(self) -> int:
         return int(self.state.step)
-
-    @property
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self.model.parameters()
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,9 @@ def _step(program: _Program) -> _Agreed:
     data_s = time.monotonic() - started
     loss_sum, num_tokens = session.task.loss(program.model, batch)
     loss_sum.backward()  # type: ignore[no-untyped-call]
-    agreed = _agree(program, loss_sum.detach(), num_tokens.detach())
-    rate = _update(program, agreed, step)
+    gradients = local_gradients(program.model.parameters())
+    agreed = _agree(program, gradients, loss_sum.detach(), num_tokens.detach())
+    rate = _update(program, gradients, agreed, step)
     program.state.advance(batch_size)
     loss = agreed.loss_sum / agreed.num_tokens
     duration_s = _pad(started, config.training.min_step_s)
@@ -200,13 +203,13 @@ def _step(program: _Program) -> _Agreed:
     return agreed
 
 
-def _agree(program: _Program, loss_sum: Tensor, num_tokens: Tensor) -> _Agreed:
+def _agree(program: _Program, gradients: list[Tensor], loss_sum: Tensor, num_tokens: Tensor) -> _Agreed:
     """Collective: one small all-reduce carries all that ranks have to agree on in a step."""
     session = program.session
     reason = session.checkpointer.poll()
     if reason is not None:
         session.events.emit("save_failed", step=program.step, reason=reason)
-    squares = local_square_sum(program.parameters, session.device, parallel.num_copies(program.config))
+    squares = local_square_sum(gradients, session.device, parallel.num_copies(program.config))
     flags = torch.tensor([session.stop_requested, reason is not None], dtype=torch.float64, device=session.device)
     packet = torch.cat([torch.stack([loss_sum.double(), num_tokens.double(), squares]), flags])
     dist.all_reduce(packet)
@@ -214,7 +217,7 @@ def _agree(program: _Program, loss_sum: Tensor, num_tokens: Tensor) -> _Agreed:
     return _Agreed(loss, tokens, square_sum, int(stopping), int(failed))
 
 
-def _update(program: _Program, agreed: _Agreed, step: int) -> float:
+def _update(program: _Program, gradients: list[Tensor], agreed: _Agreed, step: int) -> float:
     """Scales, clips and applies the gradients; returns the learning rate. Raises TrainingError."""
     if agreed.num_tokens <= 0:
         raise TrainingError(f"step {step}: nothing in the global batch counts in the loss")
@@ -222,7 +225,7 @@ def _update(program: _Program, agreed: _Agreed, step: int) -> float:
     if not math.isfinite(agreed.loss_sum) or not math.isfinite(norm):
         raise TrainingError(f"step {step}: loss {agreed.loss_sum / agreed.num_tokens}, gradient norm {norm}")
     training = program.config.training
-    scale_gradients(program.parameters, clip_factor(norm, training.gradient_clip) / agreed.num_tokens)
+    scale_gradients(gradients, clip_factor(norm, training.gradient_clip) / agreed.num_tokens)
     rate = learning_rate(training, step)
     for group in program.optimizer.param_groups:
         group["lr"] = rate

@@ -12,7 +12,15 @@ from torch import nn
 
 from payload.checkpoint.base import CheckpointError
 from payload.config import TrainingConfig
-from payload.optim import MOMENTS, build_optimizer, clip_factor, learning_rate, local_square_sum, scale_gradients
+from payload.optim import (
+    MOMENTS,
+    build_optimizer,
+    clip_factor,
+    learning_rate,
+    local_gradients,
+    local_square_sum,
+    scale_gradients,
+)
 from payload.parallel import join_group, leave_group
 from payload.state import RunState, digest, rng_digest, seed_step
 from tests.payload.training_support import PlainAttempt, run_config
@@ -85,13 +93,18 @@ def test_clipping_is_that_of_torch() -> None:
     for each in (model, reference):
         each(torch.ones(2, 5)).square().sum().backward()
     norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0).item()
-    square_sum = local_square_sum(model.parameters(), CPU, 1).item()
+    square_sum = local_square_sum(local_gradients(model.parameters()), CPU, 1).item()
     assert square_sum**0.5 == pytest.approx(norm, rel=1e-6)
-    assert local_square_sum(model.parameters(), CPU, 4).item() == pytest.approx(square_sum / 4)
-    scale_gradients(model.parameters(), clip_factor(norm, 1.0))
+    assert local_square_sum(local_gradients(model.parameters()), CPU, 4).item() == pytest.approx(square_sum / 4)
+    scale_gradients(local_gradients(model.parameters()), clip_factor(norm, 1.0))
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
     assert clip_factor(0.5, 1.0) == 1.0
     assert clip_factor(50.0, 0.0) == 1.0, "0 switches clipping off"
+
+
+def test_norms_of_bf16_gradients_are_not_rounded_to_bf16() -> None:
+    gradient = torch.ones(257, dtype=torch.bfloat16)
+    assert local_square_sum([gradient], CPU, 1).item() == pytest.approx(257.0, rel=1e-6)
 
 
 def run_state() -> RunState:
