@@ -150,6 +150,8 @@ def handler_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setattr(waiting, "now", lambda: world.time_s)
         monkeypatch.setattr(waiting, "sleep", world.sleep)
         monkeypatch.setattr(kube, "send", world.kube.send)
+        # Loads the list of partitions again for every cluster.
+        monkeypatch.setattr("moto.eks.models.validate_role_arn", lambda arn: None)
         yield world
 
 

@@ -35,7 +35,14 @@ class Plan:
 
     def dependents(self, key: Key) -> set[Key]:
         """All that need ``key``, transitively, without itself."""
-        return {other for other in self.edges if other != key and key in self.reach(other)}
+        found, waiting = {key}, [key]
+        while waiting:
+            needed = waiting.pop()
+            for other in self.edges:
+                if other not in found and needed in self.edges[other]:
+                    found.add(other)
+                    waiting.append(other)
+        return found - {key}
 
     def cut(self, first: Key, second: Key) -> Plan:
         """A plan in which no path makes ``first`` go before ``second``; all else as it was."""
