@@ -96,7 +96,7 @@ class ClusterStack(ProfileStack):
             self,
             "SystemTemplate",
             require_imdsv2=True,
-            http_put_response_hop_limit=1,
+            http_put_response_hop_limit=2,  # the CSI controller asks IMDS for its region, from a pod
             block_devices=[
                 ec2.BlockDevice(
                     device_name="/dev/xvda",

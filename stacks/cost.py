@@ -35,7 +35,7 @@ BUILD_USD_MIN = {"large": 0.02, "xlarge": 0.1002, "2xlarge": 0.25}
 BUILD_MINUTES = 50
 """A build is stopped after so long."""
 BEFORE_RUN_H = 1.0
-"""GPUs that wait for the rest: the slowest image build, and the pull."""
+"""GPUs that are not training yet: their start, the pull of the image, the preparation of data beside the Job."""
 AFTER_RUN_H = 0.5
 """From the idle guard's verdict to the last instance: its period of 5 minutes, and a p5's shutdown of 20."""
 
@@ -124,7 +124,7 @@ def render(profile: Profile, found: Estimate) -> str:
     if found.bound_usd is None:
         lines.append("one run: no upper bound, as the idle guard is off; set idle_guard.minutes")
     else:
-        lines.append(f"one run: at most {found.bound_usd:,.2f}, {_reason(profile, found.hours or 0)}")
+        lines.append(f"one run: at most {found.bound_usd:,.2f} ({_reason(profile, found.hours or 0)})")
     lines += [f"note: {note}" for note in found.notes]
     lines.append(f"Prices: on demand, Linux, {PRICE_REGION}, as of {PRICES_AS_OF}, without traffic, logs and tax.")
     lines.append(f"Source: {PRICE_SOURCE} and the price pages named in stacks/cost.py.")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from aws_cdk import aws_codebuild as codebuild
-from aws_cdk import aws_eks_v2 as eks
 from constructs import Construct
 
 from stacks import image_context
@@ -51,8 +48,7 @@ class TrainingStack(ProfileStack):
     ) -> None:
         super().__init__(scope, "training", profile=profile, description="Image, GPU capacity, volume and training Job")
         self._block = profile.nodes.capacity.kind == "capacity-block"
-        # The binding of Cluster leaves out a member that its own protocol names.
-        self._cluster = cast(eks.ICluster, cluster.cluster)
+        self._cluster = cluster.cluster
         self._group_name = gpu_nodes.auto_scaling_group_name
         self.image = self._image(storage)
         self.capacity = GpuCapacity(

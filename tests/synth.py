@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "cluster.admin_role_arn": "arn:aws:iam::123456789012:role/platform",
         "storage.export_bucket": "results-of-mine",
         "storage.export_prefix": "llm/runs",
-        "idle_guard.minutes": 0,
+        "job.hf_token_secret_arn": "arn:aws:secretsmanager:us-east-1:123456789012:secret:hf-token-AbCdEf",
     },
     "changed": {
         "cluster.public_cidrs": ["203.0.113.0/24"],
@@ -79,6 +79,22 @@ class Synthesis:
         """The one resource of the type."""
         (resource,) = self.of_type(part, kind).values()
         return resource
+
+    def objects(self, construct: Any) -> list[dict[str, Any]]:
+        """The Kubernetes objects of one KubernetesObjects; a token reads ``Ref Id`` or ``GetAtt Id.Attribute``."""
+        text = self.templates["training"]["Resources"][self.logical_id(construct.resource)]["Properties"]["Objects"]
+        pieces = text["Fn::Join"][1] if isinstance(text, dict) else [text]
+        found = json.loads("".join(piece if isinstance(piece, str) else self._token(piece) for piece in pieces))
+        assert isinstance(found, list)
+        return found
+
+    def _token(self, token: dict[str, Any]) -> str:
+        ((kind, value),) = token.items()
+        if kind == "Fn::ImportValue":
+            outputs = [output for template in self.templates.values() for output in template["Outputs"].values()]
+            (exported,) = [o["Value"] for o in outputs if o.get("Export", {}).get("Name") == value]
+            return self._token(exported)
+        return f"{kind.removeprefix('Fn::')} {value if isinstance(value, str) else '.'.join(map(str, value))}"
 
     def all_of_type(self, kind: str) -> Iterator[tuple[str, str, Resource]]:
         """Part, logical id and resource of every resource of the type, in all templates."""

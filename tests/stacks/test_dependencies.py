@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.graph import Graph, Key
@@ -83,6 +85,36 @@ def test_capacity_goes_before_the_nodes_group(graph: Graph) -> None:
         key(graph, "cluster", stacks.cluster.cluster),
     ]
     assert [target for target in earlier if not graph.needs(capacity, target)] == []
+
+
+def test_job_to_cluster_in_the_order_that_finalizers_need(graph: Graph) -> None:
+    """F42: Job, claim and volume, namespace, GPUs to zero, CSI driver, cluster: each goes before the next."""
+    stacks = graph.synthesis.stacks
+    payload = stacks.training.payload
+    inside = [payload.job, payload.volume, payload.namespace, stacks.training.capacity]
+    order = [key(graph, "training", construct.resource) for construct in inside]
+    if stacks.training.export:
+        order.insert(1, key(graph, "training", stacks.training.export.resource))
+    for later, earlier in itertools.pairwise(order):
+        assert graph.needs(later, earlier, across_stacks=False), (later, earlier)
+    beyond = [
+        ("gpu-nodes", stacks.gpu_nodes.asg),
+        ("storage", stacks.storage.file_system),
+        ("cluster", stacks.cluster.fsx_csi_addon),
+        ("cluster", stacks.cluster.cluster),
+    ]
+    order = [order[-1], *(key(graph, part, construct) for part, construct in beyond)]
+    for later, earlier in itertools.pairwise(order):
+        assert graph.needs(later, earlier), (later, earlier)
+
+
+def test_handlers_keep_their_access_until_they_are_done(graph: Graph) -> None:
+    """F43: the entry of the functions that apply and delete objects outlives every such resource."""
+    kubernetes = graph.synthesis.stacks.training.kubernetes
+    entry = key(graph, "training", kubernetes.access_entry)
+    resources = graph.of_type("Custom::KubernetesObjects")
+    assert len(resources) >= 4
+    assert [found for found in resources if not graph.needs(found, entry, across_stacks=False)] == []
 
 
 def test_file_system_goes_before_its_groups_and_subnet(graph: Graph) -> None:
