@@ -26,7 +26,7 @@ class Newest:
     """What ``recommended`` points to today."""
 
     release: str
-    """The image's name, amazon-eks-node-al2023-x86_64-nvidia-1.35-v20260520 for one."""
+    """The image's name, amazon-eks-node-al2023-x86_64-nvidia-1.35-v20260903 for one."""
     image_id: str
     path: str
     """The versioned parameter of that release: what a profile pins."""
