@@ -29,6 +29,8 @@ COMMANDS: dict[str, str] = {
     "report": "payload.report:cli",
     "plan": "payload.plan:cli",
     "audit": "payload.audit:cli",
+    "bench": "payload.bench:main",
+    "bench-table": "payload.bench_table:main",
 }
 """Name -> ``module:function``, which takes the arguments after the name and returns the exit code. Imported when
 called, so that a command costs only its own imports."""
