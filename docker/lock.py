@@ -24,8 +24,8 @@ class Target:
     """As uv names it; the number is the glibc of the base image."""
     left_out: str = r"(?!)"
     """Packages that are not locked, as the base image has them or the variant needs none."""
-    more_hashes: tuple[tuple[str, str], ...] = ()
-    """Package and sha256 of further files of the locked version."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Package and sha256 of the one file of the locked version that will do."""
 
 
 _CUDA_PARTS = r"triton|nvidia-(?!ml-py|resiliency-ext).*|cuda-.*"
@@ -36,8 +36,9 @@ TARGETS = {
         "3.11",
         "x86_64-manylinux_2_36",
         left_out=_CUDA_PARTS,
-        # torch's own CPU build of that release (CPython 3.11, x86_64), which PyPI does not carry.
-        more_hashes=(("torch", "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"),),
+        # torch's own CPU build of that release (CPython 3.11, x86_64), which PyPI does not carry: the build needs
+        # WHEEL_INDEX or WHEEL_FOLDER. The other files of the release need CUDA's parts.
+        files=(("torch", "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"),),
     ),
 }
 
@@ -71,8 +72,8 @@ def lock(variant: str) -> str:
     """The text of the variant's lock file."""
     target = TARGETS[variant]
     locked = entries(compiled(variant, target))
-    for name, sha256 in target.more_hashes:
-        locked[name].append(f"--hash=sha256:{sha256}")
+    for name, sha256 in target.files:
+        locked[name][1:] = [f"--hash=sha256:{sha256}"]
     kept = {name: lines for name, lines in locked.items() if not re.fullmatch(target.left_out, name)}
     head = f"# Made by docker/lock.py for Python {target.python}, {target.platform}. Not to be edited.\n"
     return head + "".join(" \\\n    ".join(lines) + "\n" for lines in kept.values())
