@@ -31,6 +31,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         fused=fused,
+        foreach=not fused,  # The same numbers as one by one, with a third of the bookkeeping of sharded tensors.
     )
     for parameter in parameters:
         state = optimizer.state[parameter]
