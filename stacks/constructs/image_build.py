@@ -51,7 +51,8 @@ class ImageBuild(Construct):
     """The image of one build context on one base image, pushed under the tag ``<context hash>-<base digest>``.
 
     A tag that exists counts as built. Roll-back and delete stop a running build. The images themselves go with
-    their repository. On failure the reason names the phase and the build's log.
+    their repository. On failure the reason names the phase and the build's
+    log, and quotes its end.
 
     Attributes: ``resource`` (depend on it), ``digest``, ``uri`` (``repository@sha256:...``, for the Job),
     ``tag``, ``context_hash`` (a plain value, known at synth), ``project``.
@@ -128,6 +129,8 @@ class ImageBuild(Construct):
             ),
             iam.PolicyStatement(actions=["ecr:DescribeImages"], resources=[repository.repository_arn]),
         ]
+        # The log goes with a roll-back, so its end is quoted in the reason.
+        read_log = iam.PolicyStatement(actions=["logs:GetLogEvents"], resources=[log_group.log_group_arn])
         if base["BaseRegion"]:
             partition = Stack.of(self).partition
             arn = f"arn:{partition}:ecr:{base['BaseRegion']}:{base['BaseRegistry']}:repository/{base['BaseRepository']}"
@@ -135,7 +138,12 @@ class ImageBuild(Construct):
             self.project.add_to_role_policy(iam.PolicyStatement(actions=pull, resources=[arn]))
             statements.append(iam.PolicyStatement(actions=["ecr:BatchGetImage"], resources=[arn]))
         self.provider = WaitingProvider(
-            self, "Waiting", module="image_build", statements=statements, query_interval=Duration.seconds(30)
+            self,
+            "Waiting",
+            module="image_build",
+            statements=[*statements, read_log],
+            on_event_statements=statements,
+            query_interval=Duration.seconds(30),
         )
         self.resource = self.provider.resource(
             self,

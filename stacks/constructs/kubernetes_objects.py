@@ -18,6 +18,7 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.provider import HandlerNetwork, WaitingProvider, describe_cluster, grant_cluster, seconds
+from stacks.handlers.kube import Ref
 
 Wait = Literal["none", "ready", "complete"]
 OnChange = Literal["replace", "keep"]
@@ -96,19 +97,29 @@ class KubernetesObjects(Construct):
         pods' termination grace; ``foreign_grace``: how long pods that mount a claim may go on after the delete
         began, 10 minutes. Objects may hold CDK tokens in their values.
 
-        Raises ValueError for an object without apiVersion, kind or name, and for timeouts beyond 55 minutes.
+        Raises ValueError for an object without apiVersion, kind or name, for a kind that the handler does not know
+        (handlers/kube.py KINDS), for a gate without labels, and for timeouts beyond 55 minutes.
         """
         super().__init__(scope, id)
         for item in objects:
             if not (item.get("apiVersion") and item.get("kind") and item.get("metadata", {}).get("name")):
                 raise ValueError(f"objects: {item!r}; legal: objects with apiVersion, kind and metadata.name")
+            Ref.of(item)
+        create_timeout = create_timeout or Duration.minutes(30)
+        delete_timeout = delete_timeout or Duration.minutes(45)
+        for name, timeout in (("create_timeout", create_timeout), ("delete_timeout", delete_timeout)):
+            longest = max((_grace_s(item) for item in objects), default=0)
+            if timeout.to_seconds() <= longest:
+                raise ValueError(
+                    f"{name}: {timeout.to_seconds():g} s; legal: more than the pods' termination grace ({longest} s)"
+                )
         properties: dict[str, Any] = {
             "ClusterName": provider.cluster.cluster_name,
             # One JSON text: CloudFormation turns numbers and booleans of a property tree into strings.
             "Objects": Stack.of(self).to_json_string(list(objects)),
             "Wait": wait,
-            "CreateSeconds": seconds("create_timeout", create_timeout or Duration.minutes(30)),
-            "DeleteSeconds": seconds("delete_timeout", delete_timeout or Duration.minutes(45)),
+            "CreateSeconds": seconds("create_timeout", create_timeout),
+            "DeleteSeconds": seconds("delete_timeout", delete_timeout),
             "ForeignSeconds": seconds("foreign_grace", foreign_grace or Duration.minutes(10)),
         }
         if jobs:
@@ -127,3 +138,10 @@ class KubernetesObjects(Construct):
         for dependency in provider.dependencies:
             self.resource.node.add_dependency(dependency)
         self.message = self.resource.get_att_string("Message")
+
+
+def _grace_s(item: Mapping[str, Any]) -> int:
+    """What the pods of a Job may take from SIGTERM to their end; 0 for other objects."""
+    if item["kind"] != "Job":
+        return 0
+    return int(item["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30))

@@ -122,7 +122,7 @@ def handler_code() -> lambda_.AssetCode:
 class WaitingProvider(Construct):
     """Provider whose handler module has ``on_event`` and ``is_complete``.
 
-    Attributes: ``service_token``, ``role`` (of the handlers), ``functions``.
+    Attributes: ``service_token``; ``functions``: of on_event and is_complete.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class WaitingProvider(Construct):
         module: str,
         statements: Sequence[iam.PolicyStatement],
         query_interval: Duration,
+        on_event_statements: Sequence[iam.PolicyStatement] = (),
         network: HandlerNetwork | None = None,
     ) -> None:
+        """``statements`` and ``network`` are of ``is_complete``, which does the work."""
         super().__init__(scope, id)
-        on_event = handler_function(
-            self, "OnEvent", handler=f"{module}.on_event", statements=statements, network=network
-        )
+        on_event = handler_function(self, "OnEvent", handler=f"{module}.on_event", statements=on_event_statements)
         is_complete = handler_function(
             self, "IsComplete", handler=f"{module}.is_complete", statements=statements, network=network
         )

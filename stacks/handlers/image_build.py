@@ -14,6 +14,10 @@ STARTS = 300.0
 """Seconds a build may take to leave the queue, on top of its own time."""
 
 
+QUOTED_LINES, QUOTED_CHARACTERS = 15, 800
+"""Of the log's end, in the reason of a failure; CloudFormation shows about a thousand characters."""
+
+
 def on_event(event: Event, context: object) -> Answer:
     """Create and update start the build where the tag is not there yet; delete stops what runs."""
     properties = event["ResourceProperties"]
@@ -133,7 +137,16 @@ def _phase(build: dict[str, Any]) -> str:
 
 
 def _log(build: dict[str, Any]) -> str:
+    """Where the log is, and how it ends: a roll-back deletes it."""
     logs = build.get("logs") or {}
-    if logs.get("groupName") and logs.get("streamName"):
-        return f"log: aws logs tail {logs['groupName']} --log-stream-names {logs['streamName']} --since 2h"
-    return f"log: {logs.get('deepLink', 'none was written')}"
+    group, stream = logs.get("groupName"), logs.get("streamName")
+    if not (group and stream):
+        return "no log was written"
+    try:
+        events = waiting.client("logs").get_log_events(
+            logGroupName=group, logStreamName=stream, limit=QUOTED_LINES, startFromHead=False
+        )["events"]
+    except ClientError as error:
+        return f"log {group} {stream} cannot be read: {waiting.text(error)}"
+    end = " | ".join(event["message"].strip() for event in events)
+    return f"log: aws logs tail {group} --log-stream-names {stream} --since 2h; its end: {end[-QUOTED_CHARACTERS:]}"

@@ -38,6 +38,7 @@ class Builds:
         world.aws["StopBuild"] = self._stop
         world.aws["BatchGetBuilds"] = lambda query: {"builds": [b for b in self.builds if b["id"] in query["ids"]]}
         world.aws["ListBuildsForProject"] = lambda query: {"ids": [b["id"] for b in reversed(self.builds)]}
+        world.aws["GetLogEvents"] = lambda query: {"events": [{"message": "step 9\n"}, {"message": "no space left\n"}]}
 
     def _start(self, query: dict[str, Any]) -> dict[str, Any]:
         for build in self.builds:
@@ -110,7 +111,9 @@ def test_a_repeated_event_starts_no_second_build(world: World, builds: Builds) -
 def test_a_failed_build_points_to_phase_and_log(world: World, builds: Builds) -> None:
     event = world.begin(image_build, world.request("Create", BUILD))
     builds.fail()
-    with pytest.raises(Failed, match="failed: BUILD docker build: exit status 1; log: aws logs tail image-logs"):
+    with pytest.raises(
+        Failed, match=r"failed: BUILD docker build: exit status 1; log: aws logs tail image-logs.*no space left"
+    ):
         world.step(image_build, event)
 
 
