@@ -31,6 +31,15 @@ COMMANDS: dict[str, str] = {
     "audit": "payload.audit:cli",
     "bench": "payload.bench:main",
     "bench-table": "payload.bench_table:main",
+    "submit": "payload.cluster.submit:submit",
+    "status": "payload.cluster.status:status",
+    "logs": "payload.cluster.status:logs",
+    "results": "payload.cluster.status:results",
+    "delete": "payload.cluster.submit:delete",
+    "capacity": "payload.cluster.scaling:capacity",
+    "node": "payload.cluster.scaling:node",
+    "preflight-nodes": "payload.cluster.preflight:preflight",
+    "run-state": "payload.cluster.run_state:main",
 }
 """Name -> ``module:function``, which takes the arguments after the name and returns the exit code. Imported when
 called, so that a command costs only its own imports."""

@@ -79,7 +79,7 @@ def _waits_for(status: Mapping[str, Any]) -> str:
     return ""
 
 
-def end(kubectl: Kubectl, jobs: Sequence[str], *, timeout_s: float, poll_s: float = POLL_S) -> None:
+def end(kubectl: Kubectl, jobs: Sequence[str], *, timeout_s: float) -> None:
     """Deletes the Jobs with their Service and ConfigMap, and returns when their pods are gone.
 
     Pods get SIGTERM and their grace: the run saves once more. Raises ClusterError naming what is left.
@@ -93,7 +93,7 @@ def end(kubectl: Kubectl, jobs: Sequence[str], *, timeout_s: float, poll_s: floa
         lines = [*(f"Job {job}" for job in still), *(describe_pod(pod).strip() for pod in pods)]
         return "; ".join(lines)
 
-    wait_until(left, timeout_s=timeout_s, poll_s=poll_s, what=f"end of {', '.join(jobs)}")
+    wait_until(left, timeout_s=timeout_s, poll_s=POLL_S, what=f"end of {', '.join(jobs)}")
     for job in jobs:
         kubectl.delete("service", job)
         kubectl.delete("configmap", job)

@@ -54,7 +54,7 @@ def reader_pod(job: Manifest) -> Manifest:
 
 
 @contextmanager
-def somewhere(kubectl: Kubectl, job: Manifest, *, may_make: bool, poll_s: float = jobs.POLL_S) -> Iterator[str]:
+def somewhere(kubectl: Kubectl, job: Manifest, *, may_make: bool) -> Iterator[str]:
     """Name of a pod that has the volume mounted. With ``may_make`` one is made where none runs, and removed again.
 
     Raises ClusterError where there is none.
@@ -77,7 +77,7 @@ def somewhere(kubectl: Kubectl, job: Manifest, *, may_make: bool, poll_s: float 
                 raise ClusterError(f"pod {name}: {phase}; look: kubectl describe pod {name} -n {kubectl.namespace}")
             return "" if phase == "Running" else f"phase {phase}"
 
-        wait_until(missing, timeout_s=START_S, poll_s=poll_s, what=f"pod {name}")
+        wait_until(missing, timeout_s=START_S, poll_s=jobs.POLL_S, what=f"pod {name}")
         yield name
     finally:
         kubectl.delete("pod", name)

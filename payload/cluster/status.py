@@ -44,7 +44,7 @@ def status(argv: Sequence[str]) -> int:
     return EXIT_FAILED if condition(job, "Failed") else 0
 
 
-def wait(kubectl: Kubectl, run_id: str, *, timeout_s: float, poll_s: float = WAIT_POLL_S) -> None:
+def wait(kubectl: Kubectl, run_id: str, *, timeout_s: float) -> None:
     """Returns at the first completed step, or when the Job has ended; says what it waits for when that changes.
 
     Raises ClusterError after ``timeout_s``.
@@ -62,7 +62,7 @@ def wait(kubectl: Kubectl, run_id: str, *, timeout_s: float, poll_s: float = WAI
             said = missing
         if time.monotonic() >= deadline:
             raise ClusterError(f"Job {jobs.name_of(job)}: no step within {timeout_s:g} s: {missing}")
-        time.sleep(poll_s)
+        time.sleep(WAIT_POLL_S)
 
 
 def _before_first_step(kubectl: Kubectl, job: Manifest) -> str:
