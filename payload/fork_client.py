@@ -55,8 +55,14 @@ def _stand_for_worker(connection: socket.socket, module: str) -> int | None:
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     status = connection.recv(64)
-    # A server that dies takes its workers along (death signal).
-    return int(status) if status else int(signal.SIGKILL)
+    if status:
+        return int(status)
+    # A server that dies takes its workers along (death signal), but not what they had started.
+    try:
+        os.killpg(worker, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    return int(signal.SIGKILL)
 
 
 def _end_like(status: int) -> None:
