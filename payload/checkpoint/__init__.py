@@ -1,1 +1,30 @@
-"""Durable and in-memory checkpoints."""
+"""Checkpoints: the durable tier (sync, async, async-local) and the node-memory tier above it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from payload.checkpoint.base import Checkpointer
+from payload.checkpoint.durable import SyncCheckpointer
+from payload.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from payload.events import EventLog
+
+
+def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Checkpointer:
+    """The checkpointer that the config asks for, never another one.
+
+    Raises ConfigError where the mode needs a library that is not there.
+    """
+    if config.checkpoint.mode == "sync":
+        return SyncCheckpointer(config, events)
+    try:
+        from payload.checkpoint.asynchronous import AsyncCheckpointer
+    except ImportError as error:
+        raise ConfigError(
+            f"checkpoint.mode: {config.checkpoint.mode}, which needs nvidia-resiliency-ext ({error}); legal here: sync"
+        ) from error
+    return AsyncCheckpointer(config, events)

@@ -1,0 +1,279 @@
+"""Async saving: training waits for a copy in memory only; NVRx's worker writes it, rank 0 publishes."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from payload.checkpoint.base import CheckpointError, StateDict
+from payload.checkpoint.durable import NUM_FILES, Attempt, Durable
+from payload.checkpoint.job import Job
+from payload.checkpoint.peers import Peers
+from payload.checkpoint.publication import Publication
+from payload.checkpoint.stage import Layout, Place, Slab, copy_in, local_tensors, plain_values
+from payload.checkpoint.writer import AsyncWriter
+from payload.config import RunConfig
+
+if TYPE_CHECKING:
+    from payload.events import EventLog
+
+_POLL_S = 0.01
+
+
+class _PlanOnly(FileSystemWriterAsync):  # type: ignore[misc]
+    """Keeps the plan, and leaves the tensors where they are: their copies are in shared memory already."""
+
+    plan: SavePlan
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.plan = plan
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what; holds for all saves of an attempt, as the state keeps its structure."""
+
+    items: tuple[WriteItem, ...]
+    metadata: Metadata | None
+    """On rank 0."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """This rank's part of a save, being written."""
+
+    step: int
+    ticket: str
+    deadline: float
+
+
+@dataclass
+class _Saving:
+    """What an attempt has in flight."""
+
+    plan: _Plan | None = None
+    pending: _Pending | None = None
+    publications: list[Publication] = field(default_factory=list)
+    """On rank 0, oldest first."""
+    abandoned: bool = False
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A copy of the state at one step, somewhere in shared memory."""
+
+    path: Path
+    base_bytes: int
+    layout: Layout
+    plain: Mapping[str, Any]
+
+
+class AsyncCheckpointer(Durable):
+    """Modes ``async`` (DCP layout) and ``async-local`` (one file a rank)."""
+
+    def __init__(self, config: RunConfig, events: EventLog, writer: AsyncWriter | None = None) -> None:
+        """``writer``: a warm one to use and to leave open."""
+        super().__init__(config, events)
+        self.mode = config.checkpoint.mode
+        self._local = self.mode == "async-local"
+        self._owns_writer = writer is None
+        self._writer = writer or AsyncWriter(local=self._local)
+        self._slab: Slab | None = None
+        self._saving = _Saving()
+
+    def begin_attempt(self, rank: int, world_size: int) -> None:
+        super().begin_attempt(rank, world_size)
+        self._saving = _Saving()
+        self._writer.start()
+
+    def save(self, step: int, state: StateDict) -> float:
+        started = time.monotonic()
+        attempt, peers = self._joined()
+        self._await_own_part()
+        self._submit(step, state, self._stage(state), attempt, peers)
+        return time.monotonic() - started
+
+    def _stage(self, state: StateDict) -> Staged:
+        """The only part of a save that grows with the size of the state."""
+        tensors = local_tensors(state)
+        layout = Layout.of(tensors)
+        if self._slab is None or self._slab.size_bytes < layout.size_bytes:
+            self._drop_slab()
+            self._slab = Slab.anonymous(layout.size_bytes)
+        copy_in(tensors, {place.name: self._slab.tensor(place) for place in layout.places})
+        return Staged(self._slab.path, 0, layout, plain_values(state))
+
+    def _submit(self, step: int, state: StateDict, staged: Staged, attempt: Attempt, peers: Peers) -> None:
+        """Collective in the first save of an attempt. Raises CheckpointError where that cannot be planned."""
+        saving = self._saving
+        draft = self._folder.draft(step, attempt.token)
+        if not self._local and saving.plan is None:
+            saving.plan = _plan(state, draft, peers)
+        self._writer.start()
+        ticket = f"{attempt.token}-{step}"
+        saving.pending = _Pending(step, ticket, time.monotonic() + self._limit_s)
+        self._writer.submit(self._job(ticket, draft, staged, attempt.rank))
+        if attempt.rank == 0:
+            self._publish(draft, step, attempt)
+
+    def _job(self, ticket: str, draft: Path, staged: Staged, rank: int) -> Job:
+        common = (ticket, self._writer.address, draft, rank, staged.path, staged.base_bytes)
+        plan = self._saving.plan
+        if plan is None:
+            return Job(*common, places=staged.layout.places, plain=pickle.dumps(dict(staged.plain)))
+        places = {place.name: place for place in staged.layout.places}
+        items = tuple((item, _source(item, places, staged.plain)) for item in plan.items)
+        return Job(*common, items=items, num_files=NUM_FILES)
+
+    def _publish(self, draft: Path, step: int, attempt: Attempt) -> None:
+        plan = self._saving.plan
+        publication = Publication(
+            self._folder,
+            draft,
+            self._manifest(step, attempt.world_size, "local" if plan is None else "dcp"),
+            plan.metadata if plan is not None else None,
+            keep=self._config.checkpoint.keep,
+            damaged=self._loader.damaged,
+            limit_s=self._limit_s,
+        )
+        saving = self._saving
+        saving.publications.append(publication)
+        if saving.abandoned:  # After the append, as abandon() in another thread sets it before it looks.
+            publication.cancel()
+        publication.start()
+
+    def poll(self) -> str | None:
+        self._collect()
+        return super().poll()
+
+    def publish_ready(self) -> None:
+        """Not collective here: rank 0 learns from the drafts who is done."""
+        self._collect()
+
+    def _collect(self) -> None:
+        """Takes in what the writer and the publications have to say. Never blocks."""
+        attempt, saving = self._attempt, self._saving
+        if attempt is None:
+            return
+        for report in self._writer.reports():
+            pending = saving.pending
+            if pending is None or report.ticket != pending.ticket:
+                continue  # A save of an abandoned attempt.
+            saving.pending = None
+            if report.reason:
+                self._fail(attempt, pending.step, report.reason)
+            elif attempt.rank:
+                self._events.emit("save_done", step=pending.step, write_s=report.write_s)
+        self._check_writer(attempt)
+        for publication in [p for p in saving.publications if p.done()]:
+            saving.publications.remove(publication)
+            if publication.reason:
+                self._fail(attempt, publication.step, publication.reason)
+            elif not publication.cancelled:
+                self._events.emit("save_done", step=publication.step, write_s=publication.write_s)
+                self._forget_older(publication.step)
+
+    def _check_writer(self, attempt: Attempt) -> None:
+        pending, death = self._saving.pending, self._writer.death()
+        if death is not None:
+            self._saving.pending = None
+            self._fail(attempt, pending.step if pending else None, death)
+            self._writer.start()
+        elif pending is not None and time.monotonic() > pending.deadline:
+            self._saving.pending = None
+            self._fail(attempt, pending.step, f"not written after {self._limit_s:.0f} s")
+
+    def _fail(self, attempt: Attempt, step: int | None, reason: str) -> None:
+        attempt.failures.append(f"save of step {step} failed: {reason}" if step is not None else reason)
+        for publication in self._saving.publications:
+            if publication.step == step:
+                publication.cancel()
+
+    def _forget_older(self, step: int) -> None:
+        """Saves before a published one miss a part that failed on some rank: they will never be complete."""
+        for publication in self._saving.publications:
+            if publication.step < step:
+                publication.cancel()
+
+    def _await_own_part(self) -> None:
+        """The copy in memory is free again; bounded by the deadline of the save."""
+        while self._saving.pending is not None:
+            self._collect()
+            time.sleep(_POLL_S)
+
+    def drain(self) -> float:
+        started = time.monotonic()
+        attempt, peers = self._joined()
+        self._await_own_part()
+        self._collect()
+        reasons = peers.gather(list(attempt.failures), "waiting for the last save")
+        texts = [f"rank {rank}: {text}" for rank, mine in enumerate(reasons) for text in mine]
+        attempt.failures.clear()
+        if texts:
+            for publication in self._saving.publications:
+                publication.cancel()
+            raise CheckpointError("; ".join(texts))
+        peers.on_first(lambda: self._finish_publications(attempt), "publishing the last save")
+        return time.monotonic() - started
+
+    def _finish_publications(self, attempt: Attempt) -> None:
+        for publication in self._saving.publications:
+            publication.wait(self._limit_s)
+        self._collect()
+        reason = super().poll()
+        if reason is not None:
+            raise CheckpointError(reason)
+
+    def abandon(self) -> None:
+        self._saving.abandoned = True
+        for publication in list(self._saving.publications):
+            publication.cancel()
+        super().abandon()
+
+    def close(self) -> None:
+        super().close()
+        if self._owns_writer:
+            self._writer.close()
+        self._drop_slab()
+
+    def _drop_slab(self) -> None:
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+
+
+def _plan(state: StateDict, draft: Path, peers: Peers) -> _Plan:
+    """Collective. Raises CheckpointError."""
+    writer, planner = _PlanOnly(draft, thread_count=NUM_FILES), DefaultSavePlanner()
+    try:
+        _, metadata, _ = save_state_dict_async_plan(state, writer, peers.group, planner=planner)
+    except CheckpointException as error:
+        raise CheckpointError(f"planning the save in {draft}: {error}") from error
+    return _Plan(tuple(writer.plan.items), metadata)
+
+
+def _source(item: WriteItem, places: Mapping[str, Place], plain: Mapping[str, Any]) -> Place | bytes:
+    """Where the data of an item of the plan is. An item is always the whole of a rank's local tensor."""
+    name = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO:
+        stream = BytesIO()
+        torch.save(plain[name], stream)
+        return stream.getvalue()
+    place = places[name]
+    assert item.tensor_data is not None
+    if tuple(item.tensor_data.chunk.sizes) != place.shape:
+        raise CheckpointError(f"{name}: planned as {tuple(item.tensor_data.chunk.sizes)}, held as {place.shape}")
+    return place
