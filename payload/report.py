@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from payload import settings
 from payload.buckets import BUCKETS
+from payload.calibration import Calibration, calibrate
+from payload.config import ConfigError, TimeoutConfig, load_profile
 from payload.events import EventError
 from payload.goodput import RunReport, analyse
 from payload.published import MARK
+from payload.simulate import scenario_of_report, simulate
 
 _WIDTH = 120
 """Of the table where the output is no terminal."""
@@ -175,20 +178,55 @@ def default_console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
-def print_buckets(reports: Sequence[RunReport], *, console: Console | None = None) -> None:
-    """Where the time went, in seconds and as a share of T."""
+def print_buckets(
+    reports: Sequence[RunReport],
+    *,
+    predicted: Mapping[str, Mapping[str, float]] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Where the time went, in seconds and as a share of T.
+
+    Args:
+        predicted: run id -> seconds of each bucket, shown beside the measured ones.
+    """
     console = console or default_console()
     table = Table(title="Where the time went", title_justify="left", header_style="bold")
     table.add_column("bucket")
+    columns: list[Mapping[str, float]] = []
     for report in reports:
         table.add_column(label(report), justify="right")
+        columns.append(report.buckets)
+        if predicted and report.run_id in predicted:
+            table.add_column("predicted", justify="right", style="italic")
+            columns.append(predicted[report.run_id])
+    totals = [sum(column.values()) for column in columns]
+
+    def cell(duration_s: float, total_s: float) -> str:
+        return f"{duration_s:.2f} s {100 * duration_s / total_s:5.1f} %"
+
     for bucket in BUCKETS:
-        if any(report.buckets[bucket] for report in reports):
-            cells = (f"{r.buckets[bucket]:.2f} s {100 * r.buckets[bucket] / r.duration_s:5.1f} %" for r in reports)
-            table.add_row(bucket, *cells)
+        if any(column[bucket] for column in columns):
+            table.add_row(bucket, *(cell(c[bucket], total) for c, total in zip(columns, totals, strict=True)))
     table.add_section()
-    table.add_row("sum = T", *(f"{report.duration_s:.2f} s 100.0 %" for report in reports))
+    table.add_row("sum = T", *(cell(total, total) for total in totals))
     console.print(table)
+
+
+def predict(
+    reports: Sequence[RunReport], calibration: Calibration, timeouts: TimeoutConfig | None
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """What the planner expects of each run, its own faults given.
+
+    Returns run id -> seconds of each bucket, and a line for each run that it cannot speak of.
+    """
+    found, problems = {}, []
+    for report in reports:
+        try:
+            scenario = scenario_of_report(report, timeouts)
+            found[report.run_id] = simulate(scenario, calibration).buckets
+        except ConfigError as error:
+            problems.append(f"{label(report)}: no prediction: {error}")
+    return found, problems
 
 
 def choose_reference(reports: Sequence[RunReport]) -> RunReport | None:
@@ -197,25 +235,45 @@ def choose_reference(reports: Sequence[RunReport]) -> RunReport | None:
 
 
 def cli(argv: Sequence[str]) -> int:
-    """``report RUN_DIR... [--html FILE]``. Returns the exit code: 0, or 1 where a log is not usable."""
-    parser = argparse.ArgumentParser(prog="payload report", description="Compare runs by their event logs.")
+    """``report RUN_DIR... [--html FILE] [--calibrate RUN_DIR ...]``.
+
+    Returns the exit code: 0, or 1 where a log is not usable. Raises ConfigError.
+    """
+    parser = settings.LineParser(prog="python -m payload report", description="Compares runs by their event logs.")
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run: <workdir>/runs/<run_id>")
     parser.add_argument("--html", type=Path, help="also write one self-contained page")
-    arguments = parser.parse_args(argv)
-    reports = []
-    for run_dir in arguments.run_dir:
-        try:
-            reports.append(analyse(run_dir))
-        except EventError as error:
-            sys.stderr.write(f"{run_dir}: {error}\n")
-            return 1
+    parser.add_argument("--calibrate", nargs="+", type=Path, default=[], help="runs to predict the others from")
+    parser.add_argument("--profile", help="profile whose time limits the runs had; for faults not in the calibration")
+    given = parser.parse_args(argv)
+    try:
+        reports = [_analyse(run_dir) for run_dir in given.run_dir]
+        measured = [_analyse(run_dir) for run_dir in given.calibrate]
+    except EventError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    console = default_console()
     reference = choose_reference(reports)
     equal = equality(reports, reference) if reference else {}
-    print_comparison(reports, equal=equal)
-    print_buckets(reports)
-    if arguments.html:
+    predicted: dict[str, dict[str, float]] = {}
+    problems: list[str] = []
+    if measured:
+        timeouts = load_profile(settings.profile_path(given.profile)).timeouts if given.profile else None
+        predicted, problems = predict(reports, calibrate(measured), timeouts)
+    print_comparison(reports, equal=equal, console=console)
+    print_buckets(reports, predicted=predicted, console=console)
+    for problem in problems:
+        console.print(problem, style="yellow", markup=False)
+    if given.html:
         from payload.html_report import write_html
 
-        write_html(arguments.html, reports, equal=equal, reference=reference)
-        default_console().print(f"page: {arguments.html}", markup=False)
+        write_html(given.html, reports, equal=equal, reference=reference, predicted=predicted)
+        console.print(f"page: {given.html}", markup=False, soft_wrap=True)
     return 0
+
+
+def _analyse(run_dir: Path) -> RunReport:
+    """Raises EventError naming the folder."""
+    try:
+        return analyse(run_dir)
+    except EventError as error:
+        raise EventError(f"{run_dir}: {error}") from error

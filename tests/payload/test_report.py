@@ -170,3 +170,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "final weights equal" in out and "sum = T" in out
     assert report.cli([str(tmp_path / "nowhere")]) == 1
     assert "no event log" in capsys.readouterr().err
+
+
+def test_predicted_beside_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    straight, faulty, other = (folder(script, tmp_path) for script in (straight_run, in_process_run, in_job_run))
+    page = tmp_path / "p.html"
+    arguments = [str(faulty), str(other), "--calibrate", str(straight), str(faulty), "--html", str(page)]
+    assert report.cli(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("predicted \u2503") == 1
+    assert "in-job: no prediction: calibration: no recovery of the worker layer measured" in out.replace("\n", " ")
+    assert page.read_text().count("predicted") == 1
+
+
+def test_a_hang_that_was_not_calibrated_takes_the_profile_s_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunBuilder(tmp_path / "one")
+    run.begin()
+    run.steps(1, 5)
+    run.save(5)
+    run.fault("exception", 1, 6)
+    run.leave_in_process(0.1)
+    run.enter(5)
+    run.steps(6, 8)
+    run.finish(8)
+    calibration, measured = str(run.write()), str(folder(in_process_run, tmp_path))
+    assert report.cli([measured, "--calibrate", calibration]) == 0
+    assert "detection of hang not measured" in " ".join(capsys.readouterr().out.split())
+    assert report.cli([measured, "--calibrate", calibration, "--profile", "local"]) == 0
+    assert "predicted" in capsys.readouterr().out
