@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from payload import settings
-from payload.cli import EXIT_FAILED, describe, fresh, prepare, watch
+from payload.commands import EXIT_FAILED, describe, fresh, prepare, watch
 from payload.config import ARMS, FLAGS, RunConfig, parse_value
 from payload.faults import assert_same_schedule
 from payload.goodput import RunReport, analyse

@@ -23,6 +23,9 @@ from typing import Any
 
 from payload.process import become_subreaper, descendants, die_with_parent, kill_below, reap, send
 
+START_ERROR = 128
+"""Exit code that the kubelet gives a container whose command does not start."""
+
 
 class Sandbox:
     """At most one container at a time."""
@@ -31,7 +34,6 @@ class Sandbox:
         self._container: subprocess.Popen[bytes] | None = None
 
     def obey(self, command: dict[str, Any]) -> None:
-        """Raises OSError where the container cannot be started."""
         if command["do"] == "start":
             self._start(command)
         elif command["do"] == "kill":
@@ -41,18 +43,23 @@ class Sandbox:
             self._container.send_signal(command["number"])
 
     def _start(self, command: dict[str, Any]) -> None:
+        """A command that cannot be started is a container that ended with START_ERROR."""
         parent = os.getpid()
         with Path(command["log"]).open("ab") as log:
-            self._container = subprocess.Popen(
-                command["argv"],
-                env=command["env"],
-                cwd=command["cwd"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),
-            )
+            try:
+                self._container = subprocess.Popen(
+                    command["argv"],
+                    env=command["env"],
+                    cwd=command["cwd"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent),
+                )
+            except OSError as error:
+                log.write(f"cannot start {command['argv']}: {error}\n".encode())
+                _report(START_ERROR, 0)
 
     def reap(self) -> None:
         """Waits for what ended; once the container's first process has, kills the rest of its tree and reports it."""
@@ -65,8 +72,11 @@ class Sandbox:
             return
         self._container = None
         kill_below(os.getpid())
-        report = {"code": code if code >= 0 else 128 - code, "signal": -min(code, 0)}
-        os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
+        _report(code if code >= 0 else 128 - code, -min(code, 0))
+
+
+def _report(code: int, number: int) -> None:
+    os.write(sys.stdout.fileno(), json.dumps({"code": code, "signal": number}).encode() + b"\n")
 
 
 def main(folders: list[str]) -> None:

@@ -310,6 +310,17 @@ def test_job_events_lie_beside_those_of_the_ranks(tmp_path: Path) -> None:
     assert "NVRX_EKS_COORDINATOR: not set" in next(result.logs.iterdir()).read_text()
 
 
+def test_a_command_that_does_not_start_is_a_failed_container(tmp_path: Path) -> None:
+    objects = objects_for(tmp_path, "layered", "", num_nodes=1)
+    job_of(objects)["spec"]["backoffLimit"] = 0
+    job_of(objects)["spec"]["template"]["spec"]["containers"][0]["command"] = ["/none/at/all"]
+    recorder = Recorder()
+    result = LocalCluster(tmp_path / "root").run(objects, speedup=SPEEDUP, on_event=recorder, timeout_s=60)
+    assert result.reason.startswith("BackoffLimitExceeded")
+    assert recorder.of("container_exit") == [{"index": 0, "code": 128, "signal": 0}]
+    assert "cannot start ['/none/at/all']" in next(result.logs.iterdir()).read_text()
+
+
 REFUSED: list[tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]] = [
     (lambda spec, pod: pod.update(hostNetwork=True), "spec.template.spec.hostNetwork: not implemented"),
     (lambda spec, pod: pod.update(initContainers=[]), "spec.template.spec.initContainers: not implemented"),
