@@ -1,7 +1,7 @@
 """A run played through step by step on a clock of its own: the exact fault schedule, before GPU hours are spent.
 
-The rules are those of the training loop: one durable write in flight, a save counts at the first step boundary after
-its files are written, an abandoned one never does, the last step is always saved, and a fault fires once.
+The rules are those of the training loop: one durable write in flight, a save counts once its files are written, also
+while a fault is not yet detected, an abandoned one never does, the last step is always saved, and a fault fires once.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ class _Run:
             phases = replace(phases, rendezvous_s=phases.rendezvous_s + self._backoff_s())
         for bucket, duration_s in phases.by_bucket().items():
             self._spend(bucket, duration_s)
+            if bucket == "detect":
+                self._commit()
         return phases
 
     def _backoff_s(self) -> float:

@@ -271,6 +271,12 @@ def test_a_save_counts_only_once_it_is_written() -> None:
     assert simulate(scenario(mode="sync", faults=((12, "exception"),)), IDEAL).num_replayed_steps == 1
 
 
+def test_a_write_goes_on_until_the_fault_is_detected() -> None:
+    slow = {("process", "hang"): Phases(5.0, 0.5, 0.25, 2.0, 1.0, 0.25)}
+    c = Calibration(1.0, 0.0, 0.0, 10.0, 0.0, 0.5, 3.0, None, slow)
+    assert simulate(scenario(faults=((12, "hang"),)), c).num_replayed_steps == 1
+
+
 def test_one_write_in_flight_sets_the_gap() -> None:
     slow = Calibration(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 25.0, None, {})
     made = simulate(scenario(num_steps=1000), slow)
