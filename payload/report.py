@@ -16,7 +16,7 @@ from payload.buckets import BUCKETS
 from payload.calibration import Calibration, calibrate
 from payload.config import ConfigError, TimeoutConfig, load_profile
 from payload.events import EventError
-from payload.goodput import RunReport, analyse
+from payload.goodput import RecoveryStatistics, RunReport, analyse
 from payload.published import MARK
 from payload.simulate import scenario_of_report, simulate
 
@@ -88,22 +88,25 @@ def rows(reports: Sequence[RunReport], equal: Mapping[str, bool]) -> list[Row]:
 
 def _recovery_rows(reports: Sequence[RunReport]) -> list[Row]:
     statistics = [report.recovery_statistics() for report in reports]
-    kinds = dict.fromkeys(kind for found in statistics for kind in found)
     made = []
-    for kind in kinds:
-        cells, short = [], []
-        for found in statistics:
-            if kind not in found:
-                cells.append("-")
-                short.append("-")
-                continue
-            s = found[kind]
-            lost = f", {s.num_unrecovered} not recovered" if s.num_unrecovered else ""
-            cells.append(f"{seconds(s.mean_s)} / {seconds(s.max_s)}  ({s.num}x{lost})")
-            short.append(seconds(s.published_mean_s))
-        made.append(Row("recovery", f"{kind}, mean / max", tuple(cells)))
-        made.append(Row("recovery", f"{kind}, mean, {MARK}", tuple(short), True))
+    for kind in dict.fromkeys(kind for found in statistics for kind in found):
+        several = [found.get(kind) for found in statistics]
+        numbers = {s.num for s in several if s}
+        # The arms of a comparison have the same faults: their number is then said once.
+        common = f" x{next(iter(numbers))}" if len(numbers) == 1 else ""
+        made.append(Row("recovery", f"{kind}{common}, mean / max", tuple(_spans(s, not common) for s in several)))
+        short = tuple(seconds(s.published_mean_s) if s else "-" for s in several)
+        made.append(Row("recovery", f"{kind}, mean, {MARK}", short, True))
     return made
+
+
+def _spans(statistics: RecoveryStatistics | None, with_number: bool) -> str:
+    if statistics is None:
+        return "-"
+    s = statistics
+    number = f" x{s.num}" if with_number else ""
+    lost = f", {s.num_unrecovered} not recovered" if s.num_unrecovered else ""
+    return f"{seconds(s.mean_s)} / {seconds(s.max_s)}{number}{lost}"
 
 
 def _backoff(report: RunReport) -> str:

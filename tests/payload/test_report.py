@@ -41,9 +41,9 @@ def test_the_table_says_everything_of_each_arm(reports: list[RunReport]) -> None
     table = printed(reports, equal)
     assert table["training goodput"][1:] == ["41.7 %", "23.2 %", "44.8 %"]
     assert table["infrastructure goodput (strict)"][1:] == ["45.9 %", "25.6 %", "49.3 %"]
-    assert table["exception, mean / max"][:3] == ["-", "3.35 s / 3.35 s  (1x)", "7.25 s / 7.25 s  (1x)"]
-    assert table["hang, mean / max"][2] == "37.6 s / 37.6 s  (1x)"
-    assert table["sigkill, mean / max"][3] == "9.15 s / 9.15 s  (1x)"
+    assert table["exception x1, mean / max"][:3] == ["-", "3.35 s / 3.35 s", "7.25 s / 7.25 s"]
+    assert table["hang x1, mean / max"][2] == "37.6 s / 37.6 s"
+    assert table["sigkill x1, mean / max"][3] == "9.15 s / 9.15 s"
     assert table["container restarts"] == ["0", "0", "4", "0"]
     assert table["pod replacements"] == ["0"] * 4
     assert table["worker restarts (in-job)"] == ["0", "0", "0", "1"]
@@ -56,6 +56,28 @@ def test_what_follows_the_published_formulas_is_marked(reports: list[RunReport])
     made = report.rows(reports, {})
     assert {row.label for row in made if row.published} == {row.label for row in made if "published" in row.label}
     assert sum(row.published for row in made) == 2 + 3  # two goodputs, three fault types
+
+
+def test_numbers_of_faults_that_differ_are_said_in_each_cell(tmp_path: Path) -> None:
+    one, two = RunBuilder(tmp_path / "one"), RunBuilder(tmp_path / "two")
+    for num_faults, run in enumerate((one, two), start=1):
+        run.begin()
+        run.steps(1, 2)
+        for step in range(3, 3 + num_faults):
+            run.fault("exception", 1, step)
+            run.leave_in_process(0.5)
+            run.enter(step - 1)
+            run.steps(step, step)
+        run.finish(2 + num_faults)
+    table = printed([analyse(run.write()) for run in (one, two)], {})
+    assert [cell.rpartition(" ")[2] for cell in table["exception, mean / max"]] == ["x1", "x2"]
+
+
+def test_four_arms_fit_the_width(reports: list[RunReport]) -> None:
+    text = io.StringIO()
+    report.print_comparison(reports, equal={}, console=Console(width=120, file=text))
+    lines = [line for line in text.getvalue().splitlines() if "\u2502" in line]
+    assert len(lines) == len(report.rows(reports, {}))
 
 
 def test_weights_that_differ_or_were_not_compared(reports: list[RunReport]) -> None:
