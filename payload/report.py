@@ -19,6 +19,7 @@ from payload.events import EventError
 from payload.goodput import RecoveryStatistics, RunReport, analyse
 from payload.published import MARK
 from payload.simulate import scenario_of_report, simulate
+from payload.summary import write_summaries
 
 _WIDTH = 120
 """Of the table where the output is no terminal."""
@@ -238,13 +239,14 @@ def choose_reference(reports: Sequence[RunReport]) -> RunReport | None:
 
 
 def cli(argv: Sequence[str]) -> int:
-    """``report RUN_DIR... [--html FILE] [--calibrate RUN_DIR ...]``.
+    """``report RUN_DIR... [--html FILE] [--json FILE] [--calibrate RUN_DIR ...]``.
 
     Returns the exit code: 0, or 1 where a log is not usable. Raises ConfigError.
     """
     parser = settings.LineParser(prog="python -m payload report", description="Compares runs by their event logs.")
     parser.add_argument("run_dir", nargs="+", type=Path, help="folder of a run: <workdir>/runs/<run_id>")
     parser.add_argument("--html", type=Path, help="also write one self-contained page")
+    parser.add_argument("--json", type=Path, help="also write the figures as JSON")
     parser.add_argument("--calibrate", nargs="+", type=Path, default=[], help="runs to predict the others from")
     parser.add_argument("--profile", help="profile whose time limits the runs had; for faults not in the calibration")
     given = parser.parse_args(argv)
@@ -266,6 +268,8 @@ def cli(argv: Sequence[str]) -> int:
     print_buckets(reports, predicted=predicted, console=console)
     for problem in problems:
         console.print(problem, style="yellow", markup=False)
+    if given.json:
+        write_summaries(given.json, reports)
     if given.html:
         from payload.html_report import write_html
 

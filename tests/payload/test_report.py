@@ -1,6 +1,7 @@
 """The comparison: what the table says, and a page that stands alone."""
 
 import io
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -186,8 +187,13 @@ def test_a_partial_run_can_be_drawn(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMANDS["report"] == "payload.report:cli"
     folders = [str(folder(script, tmp_path)) for script in SCRIPTS]
-    assert report.cli([*folders, "--html", str(tmp_path / "p.html")]) == 0
-    assert (tmp_path / "p.html").exists()
+    page, figures = tmp_path / "p.html", tmp_path / "out" / "figures.json"
+    assert report.cli([*folders, "--html", str(page), "--json", str(figures)]) == 0
+    assert page.exists()
+    straight, faulty, *_ = json.loads(figures.read_text())
+    assert straight["recoveries"] == [] and faulty["recoveries"][1]["type"] == "hang"
+    assert sum(faulty["buckets_s"].values()) == pytest.approx(faulty["duration_s"], abs=1e-6)
+    assert str(tmp_path) not in figures.read_text()
     out = capsys.readouterr().out
     assert "final weights equal" in out and "sum = T" in out
     assert report.cli([str(tmp_path / "nowhere")]) == 1
