@@ -64,12 +64,13 @@ class Instance:
 
     @property
     def allocatable_memory_gib(self) -> int:
-        """What pods may ask for, rounded down.
+        """What one pod may ask for beside the DaemonSets, rounded down.
 
-        Firmware and kernel keep about 3 percent of the nominal memory; nodeadm reserves 255 MiB + 11 MiB a pod slot
-        (at most 737 slots used here) for the kubelet, and the eviction threshold is 100 MiB.
+        Firmware and kernel keep about 3 percent of the nominal memory; nodeadm reserves 255 MiB and 11 MiB a pod slot
+        (110 assumed) for the kubelet, the eviction threshold is 100 MiB, and 2 GiB are left to the device plugins, the
+        CSI driver, the CNI, kube-proxy and the agents.
         """
-        reserved_mib = 255 + 11 * 110 + 100
+        reserved_mib = 255 + 11 * 110 + 100 + 2048
         return int(self.memory_gib * 0.97 - (self.hugepages_mib + reserved_mib) / 1024)
 
     @property

@@ -88,7 +88,7 @@ class Profile(Section):
 
     @property
     def pod_memory_gib(self) -> int:
-        return self.job.memory_gib or self.nodes.instance.allocatable_memory_gib - 2
+        return self.job.memory_gib or self.nodes.instance.allocatable_memory_gib
 
     @property
     def pod_memory_volume_gib(self) -> int:
