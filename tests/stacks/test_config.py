@@ -143,7 +143,7 @@ def test_shipped_profile_is_legal_and_named_as_its_file(name: str) -> None:
             "a secret in us-east-1",
         ),
         ({"job.cpus": 192}, "job.cpus", "0 (all) to 190"),
-        ({"job.memory_gib": 2048}, "job.memory_gib", "0 (all) to"),
+        ({"job.memory_gib": 1974}, "job.memory_gib", "0 (all) to 1973 on a p5.48xlarge"),
         ({"job.memory_gib": 100, "job.memory_volume_gib": 100}, "job.memory_volume_gib", "0 (half) to 99"),
         ({"job.max_hours": 0}, "job.max_hours", "greater than 0"),
         ({"idle_guard.minutes": 5}, "idle_guard.minutes", "0 (off) or 10 to 1440"),
