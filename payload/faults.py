@@ -227,12 +227,18 @@ def _launcher_pid() -> int:
     lets nobody inside deliver SIGKILL.
     """
     pid = os.getppid()
-    while pid > 0:
-        if _LAUNCHER_MODULE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            break
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        pid = int(fields[1])
+    while pid > 0 and _LAUNCHER_MODULE not in _of_process(pid, "cmdline").split(b"\0"):
+        fields = _of_process(pid, "stat").rpartition(b")")[2].split()
+        pid = int(fields[1]) if fields else 0
     if pid <= 1:
         why = "the launcher is process 1, which nothing in its container can kill" if pid == 1 else "no launcher runs"
         raise ConfigError(f"faults: pod-loss: {why}; legal: the local runner, or a pod with shareProcessNamespace")
     return pid
+
+
+def _of_process(pid: int, name: str) -> bytes:
+    """A file of /proc; empty where the process is gone or hidden."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
