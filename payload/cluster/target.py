@@ -75,9 +75,7 @@ def from_settings(data: dict[str, str]) -> tuple[Deployment, GpuGroup]:
     """What TrainingPayload wrote (payload/volumes.py: ``settings``). Raises ClusterError where it is another's."""
     try:
         facts = json.loads(data[volumes.SETTINGS_KEY])
-        values = dict(facts["deployment"])
-        for name in ("env", "node_selector"):
-            values[name] = tuple((str(key), str(value)) for key, value in values[name])
+        values = {name: _frozen(value) for name, value in facts["deployment"].items()}
         values["tolerations"] = tuple(Toleration(**item) for item in values["tolerations"])
         values["image"] = data[volumes.IMAGE_KEY]
         return Deployment(**values), GpuGroup(**facts["gpu_group"])
@@ -85,6 +83,11 @@ def from_settings(data: dict[str, str]) -> tuple[Deployment, GpuGroup]:
         raise ClusterError(
             f"ConfigMap {volumes.SETTINGS_NAME}: {error!r}; it is of another release: deploy the stacks again"
         ) from error
+
+
+def _frozen(value: Any) -> Any:
+    """JSON knows lists only."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def command(function: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
