@@ -75,6 +75,8 @@ _STYLE: dict[str, object] = {
     "svg.hashsalt": "nvrx-eks",
 }
 _WIDTH_IN, _HALF_WIDTH_IN = 10.5, 6.8
+_CHARACTER = 0.0058
+"""Width of a letter of a fault's label, as a share of the plot's."""
 _FINEST = 1 / 1500
 """Share of T below which a piece is not drawn on its own."""
 
@@ -112,9 +114,9 @@ def timeline(report: RunReport) -> Figure:
                     row, piece.duration_s, 0.78, piece.begin - report.begin, color=COLOURS[piece.bucket], linewidth=0
                 )
         numbers = [int(rank.source.removeprefix("rank")) for rank in report.ranks]
-        _mark_faults(axes, report, numbers)
+        num_lines = _mark_faults(axes, report, numbers)
         axes.set_yticks(range(len(numbers)), [f"rank {number}" for number in numbers])
-        axes.set_ylim(len(numbers) - 0.45, -1.0)
+        axes.set_ylim(len(numbers) - 0.45, -0.65 - 0.36 * num_lines)
         axes.set_xlim(0, report.duration_s)
         axes.set_xlabel("seconds since the start of the first process")
         axes.tick_params(left=False)
@@ -123,28 +125,31 @@ def timeline(report: RunReport) -> Figure:
     return figure
 
 
-def _mark_faults(axes: Axes, report: RunReport, ranks: Sequence[int]) -> None:
+def _mark_faults(axes: Axes, report: RunReport, ranks: Sequence[int]) -> int:
+    """Returns the number of lines that the labels need."""
+    ends: list[float] = []
     for recovery in report.recoveries:
-        begin, end = recovery.marks[0], recovery.marks[7]
-        if begin is None:
+        if recovery.marks[0] is None:
             continue
-        axes.axvline(begin - report.begin, color=_INK, linewidth=0.9, ymax=0.93)
-        text = recovery.type if recovery.recovery_s is None else f"{recovery.type}  {recovery.recovery_s:.1f} s"
-        late = begin - report.begin > 0.85 * report.duration_s
+        begin, end = recovery.marks[0] - report.begin, recovery.marks[7]
+        text = recovery.type if recovery.recovery_s is None else f"{recovery.type} {recovery.recovery_s:.1f} s"
+        width_s = report.duration_s * (_CHARACTER * len(text) + 0.01)
+        late = begin + width_s > report.duration_s
+        left = begin - width_s if late else begin
+        lane = next((i for i, taken in enumerate(ends) if taken <= left), len(ends))
+        ends[lane : lane + 1] = [left + width_s]
+        y = -0.62 - 0.36 * lane
+        axes.plot([begin, begin], [y - 0.15, len(ranks) - 0.5], color=_INK, linewidth=0.9)
+        shift, side = (-3, "right") if late else (3, "left")
         axes.annotate(
-            text,
-            (begin - report.begin, -0.62),
-            xytext=(-3 if late else 3, 0),
-            textcoords="offset points",
-            ha="right" if late else "left",
-            va="center",
-            fontsize=7.5,
+            text, (begin, y), xytext=(shift, 0), textcoords="offset points", ha=side, va="center", fontsize=7.5
         )
         if recovery.rank in ranks:
-            row = ranks.index(recovery.rank)
-            axes.plot(begin - report.begin, row, "x", color=_INK, markersize=6, markeredgewidth=1.6)
+            axes.plot(begin, ranks.index(recovery.rank), "x", color=_INK, markersize=6, markeredgewidth=1.6)
         if end is not None:
-            axes.axvline(end - report.begin, color=_INK, linewidth=0.6, linestyle=(0, (2, 2)), ymax=0.9)
+            x = end - report.begin
+            axes.plot([x, x], [-0.45, len(ranks) - 0.5], color=_INK, linewidth=0.6, linestyle=(0, (2, 2)))
+    return max(1, len(ends))
 
 
 def merge(pieces: Sequence[Piece], finest_s: float) -> list[Piece]:
