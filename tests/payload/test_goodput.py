@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,79 @@ def test_pod_replacements_are_told_from_container_restarts(tmp_path: Path) -> No
     run.emit("job", "pod_start", index=1, uid="other", node="n2", restart_count=0)
     restarts = analyse(run.write()).restarts
     assert (restarts.containers, restarts.pods) == (0, 1)
+
+
+def test_the_loss_of_a_node(tmp_path: Path) -> None:
+    """Pod 1's node goes silent; its pod is replaced once the node's object is deleted; pod 0's launcher goes on."""
+    run = RunBuilder(tmp_path / "r", arm="layered")
+    run.begin()
+    run.steps(1, 4)
+    run.save(4)
+    run.steps(5, 6)
+    run.fault("node-loss", 3, 7)
+    run.now += 1.0
+    run.emit("job", "node_lost", index=1, node="n")
+    for source in ("rank0", "rank1"):
+        run.emit(source, "detected", how="exception", reason="connection closed", generation=run.generation)
+    run.now += 0.5
+    run.emit("pod0", "workers_failed", cycle=0, reason="exit code 1", codes={"0": 1, "1": 1})
+    run.now += 3.0
+    run.emit("job", "node_deleted", index=1, node="n")
+    run.new_process("pod1")
+    run.emit("job", "pod_start", index=1, uid="new", node="n2", restart_count=0)
+    started = run.now
+    run.now += 0.5
+    run.emit("pod1", "launcher_start", started_wall=started, index=1)
+    run.start_workers(meet_s=1.0)
+    run.enter(4)
+    run.steps(5, 8)
+    run.finish(8)
+    report = analyse(run.write())
+    (recovery,) = report.recoveries
+    assert recovery.phases_s["detect"] == pytest.approx(1.0, abs=TOLERANCE)
+    assert recovery.phases_s["teardown"] == pytest.approx(3.5, abs=TOLERANCE)
+    assert recovery.phases_s["rendezvous"] == pytest.approx(1.5, abs=TOLERANCE)
+    restarts = report.restarts
+    assert (restarts.pods, restarts.containers, restarts.workers) == (1, 0, 1)
+    assert report.num_replayed_steps == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_run_adds_up(seed: int, tmp_path: Path) -> None:
+    """Faults of both layers at random places, also during recovery, one after the other."""
+    rng = random.Random(seed)
+    run = RunBuilder(tmp_path / "r", num_ranks=rng.choice([2, 4]))
+    run.begin()
+    step = saved = 0
+    num_faults = 0
+    while step < 25:
+        if rng.random() < 0.2 and num_faults < 6:
+            num_faults += 1
+            kind = rng.choice(["exception", "sigkill"])
+            run.fault(kind, rng.randrange(run.num_ranks), step + 1)
+            if kind == "exception":
+                run.leave_in_process(rng.uniform(0.0, 3.0), rng.uniform(0.1, 1.0), rng.uniform(0.0, 1.0))
+            else:
+                run.kill_workers(rng.uniform(0.0, 3.0))
+                run.start_workers(rng.uniform(0.1, 2.0), imports_s=rng.uniform(0.1, 5.0))
+            run.enter(saved)
+            step = saved
+            continue
+        step += 1
+        run.steps(step, step, rng.uniform(0.1, 2.0), 0.05, rng.uniform(0.0, 0.1))
+        if rng.random() < 0.25:
+            run.save(step, rng.uniform(0.01, 1.0))
+            saved = step
+    run.finish(25, rng.uniform(0.0, 3.0))
+    report = analyse(run.write())
+    assert abs(sum(report.buckets.values()) - report.duration_s) <= 1e-6
+    assert len(report.recoveries) == num_faults
+    assert all(recovery.recovery_s is not None for recovery in report.recoveries)
+    for recovery in report.recoveries:
+        marks = [mark for mark in recovery.marks if mark is not None]
+        assert marks == sorted(marks)
+    assert 0 < report.training_goodput <= report.infrastructure_goodput < 1
+    assert report.num_steps == 25
 
 
 def test_without_the_job_s_log_the_launchers_are_counted(tmp_path: Path) -> None:
