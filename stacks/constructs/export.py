@@ -14,7 +14,7 @@ from stacks.constructs.provider import WaitingProvider, describe_stack, seconds
 class FileSystemExport(Construct):
     """On delete: an export task of the data repository, awaited; an error if it fails, and nothing goes on.
 
-    A roll-back of the stack exports nothing: the file system is of another stack, and stays.
+    A roll-back of the stack, or an update that drops this resource, exports nothing: the file system stays.
     Automatic export is asynchronous, so what was written last is not in the bucket when a Job ends. Create and
     update do nothing. Place it so that it is deleted after the writers' pods and before the claim.
 
@@ -63,7 +63,7 @@ class FileSystemExport(Construct):
 class DataLossGuard(Construct):
     """Without an export bucket: `cdk destroy` stops here, before anything is ended, until data loss is allowed.
 
-    Make it depend on everything else in its stack, so that it is the first to go. A roll-back passes it.
+    Make it depend on everything else in its stack, so that it is the first to go. Roll-backs and updates pass it.
 
     Attributes: ``resource``.
     """

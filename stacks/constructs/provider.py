@@ -199,7 +199,7 @@ def describe_cluster(cluster: eks.ICluster) -> iam.PolicyStatement:
 
 
 def describe_stack(scope: Construct) -> iam.PolicyStatement:
-    """What a handler needs to tell a roll-back from a destruction."""
+    """What a handler needs to tell a destruction from a roll-back."""
     return iam.PolicyStatement(actions=["cloudformation:DescribeStacks"], resources=[Stack.of(scope).stack_id])
 
 

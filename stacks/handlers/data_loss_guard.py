@@ -11,9 +11,9 @@ def on_event(event: Event, context: object) -> Answer:
 
 
 def is_complete(event: Event, context: object) -> Answer:
-    """Raises Failed on delete, unless data loss was allowed by a deployment or the deployment is rolled back."""
+    """Raises Failed on delete, unless data loss was allowed by a deployment, or the stack itself stays."""
     allowed = event["ResourceProperties"]["AllowDataLoss"] == "true"
-    if event["RequestType"] != "Delete" or allowed or waiting.rolling_back(event):
+    if event["RequestType"] != "Delete" or allowed or not waiting.destroying(event):
         return waiting.done()
     raise Failed(
         "refused: destroying deletes all runs and checkpoints, and no bucket has them. Nothing was ended. Set "

@@ -21,8 +21,8 @@ def is_complete(event: Event, context: object) -> Answer:
     """Raises Failed when the task failed or missed files: nothing may be deleted after that."""
     if event["RequestType"] != "Delete":
         return waiting.done(Message="nothing to export yet")
-    if waiting.rolling_back(event):
-        return waiting.done(Message="a roll-back: the file system stays")
+    if not waiting.destroying(event):
+        return waiting.done(Message="the stack stays, and the file system with it")
     file_system = event["ResourceProperties"]["FileSystemId"]
     try:
         tasks = _tasks(file_system)

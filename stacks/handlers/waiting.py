@@ -77,10 +77,10 @@ def limit_s(event: Event, field: str) -> float:
     return float(event["ResourceProperties"][field])
 
 
-def rolling_back(event: Event) -> bool:
-    """Whether the deletion is CloudFormation's answer to a failed deployment, and not asked for."""
+def destroying(event: Event) -> bool:
+    """Whether the whole stack is being deleted; not so in a roll-back, nor where an update drops the resource."""
     stacks = client("cloudformation").describe_stacks(StackName=event["StackId"])["Stacks"]
-    return "ROLLBACK" in stacks[0]["StackStatus"]
+    return str(stacks[0]["StackStatus"]).startswith("DELETE")
 
 
 def done(**data: str) -> Answer:
