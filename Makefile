@@ -9,7 +9,7 @@ PROFILE ?= p5
 NVRX ?= 0.7.0
 PY := .venv/bin/python
 
-export JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION := 1
+export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
 export CDK_DISABLE_CLI_TELEMETRY := true
 
 help: ## this list

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from payload import disk, settings
-from payload.cli import EXIT_FAILED, prepare
+from payload.commands import EXIT_FAILED, prepare
 from payload.config import RunConfig
 from payload.local import LocalCluster
 from payload.matrix import Case, CaseFailed, Matrix, Summary, machine, write_json

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cli import describe, watch
+from payload.commands import describe, watch
 from payload.config import RunConfig
 from payload.events import read_events
 from payload.goodput import RunReport, analyse
