@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from payload.events import read_events
 from payload.goodput import RunReport, analyse
 from payload.local import LocalCluster, on_host
 from payload.settings import Settings
+from payload.summary import summary
 
 Summary = dict[str, Any]
 
@@ -65,58 +66,27 @@ class Matrix:
         self.console.print(f"{case.name}: {describe(ended)}", highlight=False)
         if not ended.succeeded:
             raise CaseFailed(f"{case.name}: {describe(ended)}")
-        summary = summarise(on_host(config, self.cluster, self.found.deployment), case.overrides)
-        write_json(path, summary)
-        return summary
+        made = summarise(on_host(config, self.cluster, self.found.deployment), case.overrides)
+        write_json(path, made)
+        return made
 
 
 def summarise(config: RunConfig, overrides: Mapping[str, Any]) -> Summary:
     """All that the tables take from a finished run; ``config`` with paths of this machine."""
     report = analyse(config.run_dir)
     return {
+        **summary(report),
         "overrides": dict(overrides),
-        "arm": report.arm,
-        "checkpoint_mode": report.checkpoint_mode,
-        "world_size": report.world_size,
-        "num_pods": report.num_pods,
-        "final_step": report.final_step,
-        "duration_s": report.duration_s,
-        "step_s": report.step_s,
-        "buckets": dict(report.buckets),
-        "training_goodput": report.training_goodput,
         "training_goodput_from_first_step": from_first_step(report),
-        "infrastructure_goodput": report.infrastructure_goodput,
-        "published_infrastructure_goodput": report.published_infrastructure_goodput,
-        "published_training_goodput": report.published_training_goodput,
-        "checkpoint_efficiency": report.checkpoint_efficiency,
-        "checkpoint_efficiency_without_drain": report.checkpoint_efficiency_without_drain,
-        "recoveries": [_recovery(r) for r in report.recoveries],
-        "restarts": asdict(report.restarts),
-        "num_replayed_steps": report.num_replayed_steps,
-        "saves": [{"blocking_s": s.blocking_s, "write_s": s.write_s} for s in report.saves],
         "snapshots_s": [stall_s for _, stall_s in report.snapshots],
         "restores": _restores(config),
         "size_bytes": newest_save_bytes(config.checkpoint_dir),
-        "sha256": report.sha256,
-        "versions": dict(report.versions),
     }
 
 
 def from_first_step(report: RunReport) -> float:
     """Training goodput from the beginning of the first step on: start-up left out of T."""
     return report.buckets["useful"] / (report.duration_s - report.buckets["start-up"])
-
-
-def _recovery(recovery: Any) -> Summary:
-    return {
-        "type": recovery.type,
-        "rank": recovery.rank,
-        "recovery_s": recovery.recovery_s,
-        "caught_up_s": recovery.caught_up_s,
-        "published_s": recovery.published_s,
-        "phases_s": recovery.phases_s,
-        "tier": recovery.tier,
-    }
 
 
 def _restores(config: RunConfig) -> list[Summary]:
