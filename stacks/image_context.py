@@ -6,6 +6,7 @@ running Job. docker/Dockerfile.dockerignore says the same to Docker, podman and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -45,7 +46,13 @@ def files(root: Path = CHECKOUT) -> list[Path]:
     return sorted(path.relative_to(root) for path in found)
 
 
-def context_hash(root: Path = CHECKOUT) -> str:
+@functools.cache
+def checkout_hash() -> str:
+    """Of this checkout; one process sees one state of it."""
+    return context_hash(CHECKOUT)
+
+
+def context_hash(root: Path) -> str:
     """Of the files' names and contents; modes and times do not count."""
     digest = hashlib.sha256()
     for path in files(root):
@@ -65,5 +72,5 @@ def base_image(image: ImageConfig, region: str) -> str:
 
 def image_id(profile: Profile) -> str:
     """A plain value that changes with what the image is built of; it stands for the image in the Job's name."""
-    parts = [context_hash(), profile.image.variant, base_image(profile.image, profile.region)]
+    parts = [checkout_hash(), profile.image.variant, base_image(profile.image, profile.region)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
