@@ -46,7 +46,8 @@ def load_token(secret_arn: str, *, client: Callable[[str], Any] | None = None, w
         return
     match = re.fullmatch(r"arn:aws[a-z-]*:secretsmanager:([a-z0-9-]+):\d{12}:secret:\S+", secret_arn)
     if not match:
-        raise ConfigError(f"{environment.TOKEN_SECRET}: {secret_arn!r}; legal: {SECRET_LEGAL}")
+        # Not shown: somebody may have put the token itself here.
+        raise ConfigError(f"{environment.TOKEN_SECRET}: no ARN of a secret; legal: {SECRET_LEGAL}")
     text = _read_secret((client or _client)(match[1]), secret_arn, wait_s)
     if not text or re.search(r"[\s{}\"]", text):
         raise ConfigError(f"secret {secret_arn}: not a token; legal: the bare token as the secret's text")
