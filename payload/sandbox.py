@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from payload.process import become_subreaper, descendants, die_with_parent, kill_below, reap, send
+from payload.process import become_subreaper, descendants, die_with_parent, kill_below, send
 
 START_ERROR = 128
 """Exit code that the kubelet gives a container whose command does not start."""
@@ -63,16 +63,20 @@ class Sandbox:
 
     def reap(self) -> None:
         """Waits for what ended; once the container's first process has, kills the rest of its tree and reports it."""
-        if self._container is None:
-            reap()
-            return
-        reap(keep=[self._container.pid])
-        code = self._container.poll()
-        if code is None:
-            return
-        self._container = None
-        kill_below(os.getpid())
-        _report(code if code >= 0 else 128 - code, -min(code, 0))
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._container is None or pid != self._container.pid:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            self._container.returncode = code  # waited for behind Popen's back
+            self._container = None
+            kill_below(os.getpid())
+            _report(code if code >= 0 else 128 - code, -min(code, 0))
 
 
 def _report(code: int, number: int) -> None:
