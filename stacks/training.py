@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aws_cdk import CfnResource
 from aws_cdk import aws_codebuild as codebuild
 from constructs import Construct
 
@@ -68,9 +69,16 @@ class TrainingStack(ProfileStack):
         )
         self.kubernetes = KubernetesProvider(self, "Kubernetes", cluster=self._cluster, network=handlers)
         self.payload = self._payload(storage)
+        # A changed Job finds its nodes, though the idle guard may have taken them since the last deployment.
+        self._capacity_resource().add_property_override("Job", self.payload.job_name)
         self.idle_guard = self._idle_guard(handlers) if profile.idle_guard.minutes and not self._block else None
         self.data_loss_guard = None if self.export else self._data_loss_guard()
         self._outputs()
+
+    def _capacity_resource(self) -> CfnResource:
+        resource = self.capacity.resource.node.default_child
+        assert isinstance(resource, CfnResource)
+        return resource
 
     def _image(self, storage: StorageStack) -> ImageBuild:
         choice = self.profile.image
@@ -150,6 +158,6 @@ class TrainingStack(ProfileStack):
         self.output("JobName", self.payload.job_name, "Training Job of this stack")
         self.output("JobMessage", self.payload.job.message, "What the last deployment did with the Job")
         self.output("ImageUri", self.image.uri, "Training image")
-        self.output("CapacityWarning", self.capacity.warning, "Why GPU nodes are missing; empty: none is")
+        self.output("CapacityWarning", self.capacity.warning, "Why GPU nodes are missing; none: all are there")
         status = f"python -m payload status --profile {self.profile.name}"
         self.output("Status", f"{status} --wait", "Waits for the first step and shows where the run is")

@@ -21,7 +21,8 @@ class GpuCapacity(Construct):
     Delete: sets it to zero and waits until no instance is left. A group that refuses (scale-in protection,
     suspended Terminate process, a hook that holds an instance) ends in an error that quotes the activities.
 
-    Attributes: ``resource`` (depend on it), ``warning`` (empty when all is well), ``in_service``.
+    Attributes: ``resource`` (depend on it), ``warning`` (``none`` when all is well: an output may
+    not be empty), ``in_service``.
     """
 
     def __init__(

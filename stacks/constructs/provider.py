@@ -106,6 +106,8 @@ def handler_function(
         code=handler_code(),
         role=role,
         log_group=log_group,
+        # The cluster's token is signed for the region; older SDKs choose the global endpoint by themselves.
+        environment={"AWS_STS_REGIONAL_ENDPOINTS": "regional"},
         memory_size=256,
         timeout=timeout or Duration.minutes(4),
         **placed,

@@ -67,7 +67,7 @@ def _create(event: Event, name: str) -> Answer:
 
 
 def _report(found: dict[str, Any], warning: str) -> Answer:
-    return waiting.done(Warning=warning, InService=str(_in_service(found)))
+    return waiting.done(Warning=warning or "none", InService=str(_in_service(found)))
 
 
 def _in_service(found: dict[str, Any]) -> int:
@@ -131,7 +131,7 @@ def _delete(event: Event, name: str) -> Answer:
     found = group(name)
     held = [f"{i['InstanceId']} ({i['LifecycleState']})" for i in found["Instances"]] if found else []
     if not left and not held and not refusal:
-        return waiting.done(Warning="", InService="0")
+        return waiting.done(Warning="none", InService="0")
     reason = f"{refusal}Instances left: {', '.join(held or left) or 'none'}"
     if waiting.waited_s(event) < waiting.limit_s(event, "DeleteSeconds"):
         return waiting.pending(reason)

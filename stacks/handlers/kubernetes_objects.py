@@ -122,6 +122,9 @@ def _put(client: Client, items: list[Object], wait: str) -> str:
     for item in items:
         ref = Ref.of(item)
         found = client.get(ref)
+        if found is not None and _released(found):
+            client.delete(ref)
+            found = client.get(ref)
         if found is not None and found["metadata"].get("deletionTimestamp"):
             return f"an older {pods.describe(found)}"
         found = client.apply(item)
@@ -129,6 +132,13 @@ def _put(client: Client, items: list[Object], wait: str) -> str:
         if reason:
             return f"{ref}: {reason}; look: {ref.command}"
     return ""
+
+
+def _released(found: Object) -> bool:
+    """A volume whose claim went in a teardown that did not end: it binds to no new claim. It is only an entry (Retain),
+    so it is made anew."""
+    retained = found["kind"] == "PersistentVolume" and found["spec"].get("persistentVolumeReclaimPolicy") == "Retain"
+    return retained and (found.get("status") or {}).get("phase") == "Released"
 
 
 READY_PHASES = {

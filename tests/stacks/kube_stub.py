@@ -198,16 +198,18 @@ class StubApi:
 
     def _bind(self) -> bool:
         changed = False
-        for ref, claim in self.objects.items():
+        for ref, item in self.objects.items():
             volume = (
-                self.objects.get(Ref("PersistentVolume", "", claim["spec"].get("volumeName", "")))
+                self.objects.get(Ref("PersistentVolume", "", item["spec"].get("volumeName", "")))
                 if ref.kind == "PersistentVolumeClaim"
                 else None
             )
-            if volume and claim["status"]["phase"] == "Pending" and volume["status"]["phase"] == "Available":
-                claim["status"]["phase"] = volume["status"]["phase"] = "Bound"
+            if volume and item["status"]["phase"] == "Pending" and volume["status"]["phase"] == "Available":
+                item["status"]["phase"] = volume["status"]["phase"] = "Bound"
                 self.bound[volume["metadata"]["name"]] = ref
                 changed = True
+            if ref.kind == "PersistentVolume" and self.bound.get(ref.name, ref) not in self.objects:
+                item["status"]["phase"] = "Released"
         return changed
 
     def _cascade(self) -> bool:

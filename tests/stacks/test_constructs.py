@@ -29,6 +29,7 @@ LABELS = {"app.kubernetes.io/name": "nvrx-eks"}
 DIGEST = "ubuntu@sha256:" + "ab" * 32
 NAMESPACE = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "training"}}
 HOUR_S = 3600
+pytestmark = pytest.mark.timeout(300)
 
 
 class Parts:

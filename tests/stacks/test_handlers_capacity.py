@@ -65,7 +65,7 @@ def a_block(world: World, state: str, starts_in_h: float, ends_in_h: float) -> N
 
 
 def test_up_then_down_to_nothing(world: World) -> None:
-    assert create(world) == {"Warning": "", "InService": "2"}
+    assert create(world) == {"Warning": "none", "InService": "2"}
     delete(world)
     assert group()["DesiredCapacity"] == 0
     assert group()["Instances"] == []

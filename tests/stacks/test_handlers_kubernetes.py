@@ -154,6 +154,17 @@ def test_an_object_that_is_being_deleted_is_awaited_not_patched(world: World) ->
     assert "deletionTimestamp" not in world.kube.objects[ref]["metadata"]
 
 
+def test_a_volume_that_an_unfinished_teardown_left_is_made_anew(world: World) -> None:
+    """Its reference to the former claim would keep every new claim Pending."""
+    retained = {**volume(), "spec": {"persistentVolumeReclaimPolicy": "Retain"}}
+    create(world, namespace())
+    create(world, retained, claim())
+    delete(world, claim())
+    assert world.kube.of_kind("PersistentVolume")[0]["status"]["phase"] == "Released"
+    create(world, retained, claim())
+    assert world.kube.of_kind("PersistentVolumeClaim")[0]["status"]["phase"] == "Bound"
+
+
 def test_wait_for_a_job_to_complete_or_fail(world: World) -> None:
     create(world, namespace())
     event = world.begin(kubernetes_objects, world.request("Create", properties(job("prepare"), wait="complete")))

@@ -28,6 +28,8 @@ from tests.teardown.pairs import Pair, pairs
 APPLICATIONS = ("p5", "guest")
 """With everything public and without a bucket; and in the user's VPC, all private, with an export."""
 FAILURES = (Failed, Violation)
+pytestmark = pytest.mark.timeout(400)
+"""The first test of each application synthesizes it."""
 
 
 @functools.cache
@@ -75,7 +77,6 @@ def test_every_required_pair_is_held_by_a_path(name: str) -> None:
     assert missing == []
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_orders_that_cloudformation_may_choose_all_end_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn orders, and those that hurry what the pairs protect: with its paths in place none can go wrong."""
@@ -111,7 +112,6 @@ def test_the_order_that_the_documents_promise(world: World) -> None:
     assert last_pod < gone.index("PersistentVolumeClaim") < gone.index("PersistentVolume") < gone.index("Namespace")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_without_its_paths_every_pair_breaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, graph, _ = application(name)
