@@ -132,12 +132,16 @@ class Launcher:
             if time.monotonic() > self._deadline:
                 self._end_now(EXIT_STOPPED, f"workers did not end within {self._pod.config.timeouts.save_grace_s:g} s")
             self._look_at_server()
+            process.reap(adopted_only=True)
             if self._meets and self._meeting.silent() and not self._observer.succeeded:
                 self._end_now(EXIT_FAILED, "the store of pod 0's launcher does not answer")
 
     def _look_at_server(self) -> None:
         """Without the fork server the run goes on; workers start cold."""
-        if self._server is not None and (code := self._server.ended()) is not None:
+        if self._server is None or self._ending.locked():
+            return
+        code = self._server.ended()
+        if code is not None:
             self._server = None
             text = f"the fork server ended with code {code}: workers of pod {self._pod.index} start cold"
             log.warning("%s", text)
@@ -175,7 +179,7 @@ class Launcher:
         server = self._server.pid if self._server is not None else 0
         deadline = time.monotonic() + _LAST_WORD_S
         while time.monotonic() < deadline and set(process.descendants(os.getpid())) - {server}:
-            process.reap(keep=[*self._observer.pids, server])
+            process.reap(adopted_only=True)
             time.sleep(0.05)
 
     def _end_now(self, code: int, reason: str) -> NoReturn:

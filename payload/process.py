@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -41,20 +42,31 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent pid and start time in clock ticks since boot; None where the process is gone."""
+@dataclass(frozen=True)
+class _Stat:
+    """Of /proc/<pid>/stat (proc(5))."""
+
+    state: str
+    parent: int
+    session: int
+    start_ticks: int
+    """Since boot."""
+
+
+def _stat(pid: int) -> _Stat | None:
+    """None where the process is gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[1]), int(fields[19])
+    return _Stat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def children_of(pid: int) -> list[int]:
     """Live and zombie children."""
     pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
-    return [child for child in pids if (stat := _stat(child)) is not None and stat[1] == pid]
+    return [child for child in pids if (stat := _stat(child)) is not None and stat.parent == pid]
 
 
 def descendants(pid: int) -> list[int]:
@@ -62,7 +74,7 @@ def descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
-            parents.setdefault(stat[1], []).append(int(entry.name))
+            parents.setdefault(stat.parent, []).append(int(entry.name))
     found, waiting = [], [pid]
     while waiting:
         below = parents.get(waiting.pop(0), [])
@@ -74,7 +86,7 @@ def descendants(pid: int) -> list[int]:
 def is_running(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     stat = _stat(pid)
-    return stat is not None and stat[0] not in "ZX"
+    return stat is not None and stat.state not in "ZX"
 
 
 def started_wall(pid: int) -> float:
@@ -83,7 +95,7 @@ def started_wall(pid: int) -> float:
     if stat is None:
         raise ProcessLookupError(f"process {pid} is gone")
     uptime_s = float((_PROC / "uptime").read_text().split()[0])
-    return time.time() - uptime_s + stat[2] / os.sysconf("SC_CLK_TCK")
+    return time.time() - uptime_s + stat.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
@@ -110,13 +122,18 @@ def kill_below(pid: int, timeout_s: float = 10.0) -> None:
         reap()
 
 
-def reap(keep: Iterable[int] = ()) -> None:
-    """Waits for zombies adopted by this process, those in ``keep`` left to their owner."""
-    kept = set(keep)
+def reap(*, adopted_only: bool = False) -> None:
+    """Waits for this process's zombies.
+
+    ``adopted_only``: those that a child started and left behind, told by their session, which is neither this
+    process's nor their own; the others belong to whoever started them here.
+    """
+    own = os.getsid(0)
     for child in children_of(os.getpid()):
         stat = _stat(child)
-        if child not in kept and stat is not None and stat[0] == "Z":
-            try:
-                os.waitpid(child, os.WNOHANG)
-            except ChildProcessError:
-                continue
+        if stat is None or stat.state != "Z" or (adopted_only and stat.session in (own, child)):
+            continue
+        try:
+            os.waitpid(child, os.WNOHANG)
+        except ChildProcessError:
+            continue

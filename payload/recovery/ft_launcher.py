@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -77,19 +80,28 @@ def run_ft_launcher(pod: PodEnvironment, meeting: Meeting, observer: Observer) -
 
     # From 0.6 on the agents take their rank from here.
     environment.export({"GROUP_RANK": str(pod.index)})
-    _pin_descriptors(pod)
+    _adapt_rendezvous(pod)
     _share_store()
-    _take_over_signals(launcher)
+    _replace(
+        {
+            # The launcher's own supervisor handles SIGTERM; these handlers would raise in the agent instead.
+            "_terminate_process_handler": no_action,
+            "_rdzv_signal_exception_handler": no_action,
+            # Names the caller in a log record by reading the source of the whole stack: half a second a restart.
+            "get_method_name": lambda depth=2: "rendezvous",
+        }
+    )
     parser = launcher.get_args_parser()
     options = ft_arguments(pod, meeting.host, meeting.local_address, parser)
     arguments = parser.parse_args([*options, "--no-python", *observer.command])
     run_agent(launcher, observer, lambda: launcher.run(arguments))
 
 
-def _pin_descriptors(pod: PodEnvironment) -> None:
+def _adapt_rendezvous(pod: PodEnvironment) -> None:
     """Releases without GROUP_RANK sort the nodes by descriptor: let it begin with the completion index.
 
-    They also hard-code how often a node shows that it lives (three misses and it counts as lost).
+    They also hard-code how often a node shows that it lives (three misses and it counts as lost), and look once a
+    second whether all have met, which is most of the time that a restart of warm workers takes.
 
     The pod's uid keeps a replaced pod apart from the one before, which had the same index and often the same pid.
     """
@@ -110,6 +122,8 @@ def _pin_descriptors(pod: PodEnvironment) -> None:
         return settings(*args, keep_alive_interval=min(keep_alive_interval, _KEEP_ALIVE), **kwargs)
 
     rendezvous.RendezvousSettings = quicker
+    rendezvous._BackendRendezvousStateHolder = partial(rendezvous._BackendRendezvousStateHolder, cache_duration=0)
+    rendezvous._delay = lambda seconds: time.sleep(pod.config.timeouts.poll_s)
 
 
 def _share_store() -> None:
@@ -126,9 +140,10 @@ def _share_store() -> None:
     c10d_rendezvous_backend.TCPStore = SharedStore
 
 
-def _take_over_signals(launcher: Any) -> None:
-    """The launcher's own supervisor handles SIGTERM; the handlers that these modules set would raise instead."""
-    for name in ("_terminate_process_handler", "_rdzv_signal_exception_handler"):
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("nvidia_resiliency_ext") and hasattr(module, name):
-                setattr(module, name, no_action)
+def _replace(names: dict[str, Callable[..., Any]]) -> None:
+    """Sets functions in every loaded module of NVRx that has one of that name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("nvidia_resiliency_ext."):
+            for name, function in names.items():
+                if hasattr(module, name):
+                    setattr(module, name, function)

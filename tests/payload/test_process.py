@@ -99,8 +99,24 @@ def test_kill_below_finds_orphans_of_a_subreaper(python):
     assert not process.is_running(orphan)
 
 
-def test_reap_leaves_what_has_an_owner(python):
-    child = python("pass")
-    until(lambda: not process.is_running(child.pid))
-    process.reap(keep=[child.pid])
-    assert child.wait() == 0
+def test_only_adopted_zombies_are_reaped(python):
+    """A child's exit code is its owner's; what a child left behind has no owner."""
+    launcher = python(
+        "import os, subprocess, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from payload import process\n"
+        "process.become_subreaper()\n"
+        "own = subprocess.Popen([sys.executable, '-S', '-c', 'raise SystemExit(5)'])\n"
+        "worker = subprocess.Popen([sys.executable, '-S', '-c', 'raise SystemExit(6)'], start_new_session=True)\n"
+        "leaver = os.fork()\n"
+        "if leaver == 0:\n"
+        "    os.setsid()\n"
+        "    os.fork()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(leaver, 0)\n"
+        "while any(map(process.is_running, process.children_of(os.getpid()))): time.sleep(0.01)\n"
+        "process.reap(adopted_only=True)\n"
+        "print(sorted(process.children_of(os.getpid())) == sorted([own.pid, worker.pid]))\n"
+        "print(own.wait(), worker.wait(), flush=True)\n"
+    )
+    assert launcher.stdout.read().split() == ["True", "5", "6"]
