@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ def read(given: argparse.Namespace) -> Settings:
     return Settings(
         profile=path,
         config=config,
-        deployment=_deployment(path, tables),
+        deployment=_deployment(path, tables, config, local["shm_mib"]),
         speedup=local["speedup"],
         root=CHECKOUT / local["root"],
         run_id_given="run_id" in changes,
@@ -96,23 +97,26 @@ def _changes(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _local_table(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"speedup": 1.0, "root": ".demo"}
+    defaults: dict[str, Any] = {"speedup": 1.0, "root": ".demo", "shm_mib": LOCAL.shm_mib}
     table: dict[str, Any] = merge(defaults, values)
     for name in table:
         if name not in defaults:
             raise ConfigError(f"profile {path}: local.{name}: unknown field; legal here: {', '.join(sorted(defaults))}")
     if isinstance(table["speedup"], bool) or not isinstance(table["speedup"], int | float) or table["speedup"] < 1:
         raise ConfigError(f"profile {path}: local.speedup: {table['speedup']!r}; legal: a number from 1 on")
+    if isinstance(table["shm_mib"], bool) or not isinstance(table["shm_mib"], int) or table["shm_mib"] < 1:
+        raise ConfigError(f"profile {path}: local.shm_mib: {table['shm_mib']!r}; legal: MiB from 1 on")
     if not isinstance(table["root"], str) or not table["root"]:
         raise ConfigError(f"profile {path}: local.root: {table['root']!r}; legal: a folder")
     return table
 
 
-def _deployment(path: Path, tables: Mapping[str, Any]) -> Deployment:
+def _deployment(path: Path, tables: Mapping[str, Any], config: RunConfig, shm_mib: int) -> Deployment:
     if "deployment" in tables:
         return load_deployment(path, tables["deployment"])
     if "nodes" not in tables:
-        return LOCAL
+        gpus = config.parallelism.ranks_per_node if config.parallelism.device == "cuda" else 0
+        return dataclasses.replace(LOCAL, num_gpus=gpus, shm_mib=shm_mib)
     module, _, function = STACK_DEPLOYMENT.partition(":")
     try:
         made: Deployment = getattr(importlib.import_module(module), function)(path)

@@ -104,7 +104,7 @@ def test_every_command_exists_and_helps(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[local]\nspeed = 1\n", "local.speed: unknown field; legal here: root, speedup"),
+        ("[local]\nspeed = 1\n", "local.speed: unknown field; legal here: root, shm_mib, speedup"),
         ("[local]\nspeedup = 0\n", "local.speedup: 0; legal: a number from 1 on"),
         ("[local]\nroot = ''\n", "local.root: ''; legal: a folder"),
         ("[deployment]\nnamespace = 'x'\n", "deployment.image: missing"),
