@@ -2,11 +2,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint chaos test-nvrx bench bench-recovery bench-gpu image image-test synth cost ami preflight clean
+.PHONY: help setup demo test lint chaos test-nvrx bench-recovery bench-gpu image image-test synth cost ami preflight clean
 
 PYTHON ?= python3
 PROFILE ?= p5
 NVRX ?= 0.7.0
+GPUS ?= 1
 PY := .venv/bin/python
 
 export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
@@ -37,6 +38,22 @@ chaos: setup ## long fault schedules (about half an hour)
 
 test-nvrx: setup ## the recovery and checkpoint tests on another NVRx: make test-nvrx NVRX=0.7.0
 	@PYTHONPATH="$$($(PY) -m tests.nvrx $(NVRX))" $(PY) -m pytest -q -m "not chaos" -k "nvrx or recovery or checkpoint or in_process or in_job or runs"
+
+bench-recovery: setup ## recoveries, saves and the disk on this machine (CPU): RESULTS=file
+	@$(PY) -m payload bench recovery --out $(or $(RESULTS),.demo/bench-recovery.json)
+	@$(PY) -m payload bench-table $(or $(RESULTS),.demo/bench-recovery.json)
+
+bench-gpu: setup ## the same with NCCL on GPUS=n GPUs of this machine, and the article's schedule
+	@$(PY) -m payload bench recovery --profile bench-gpu --ranks_per_node $(GPUS) --set training.global_batch_size=$$((4 * $(GPUS))) --out .demo/bench-gpu.json
+	@$(PY) -m payload bench article --profile bench-gpu --ranks_per_node $(GPUS) --set training.global_batch_size=$$((4 * $(GPUS))) --out .demo/bench-gpu-article.json
+	@$(PY) -m payload bench-table .demo/bench-gpu.json
+	@$(PY) -m payload bench-table .demo/bench-gpu-article.json
+
+image: setup ## the CPU image, by docker, podman or buildah, whichever is there
+	@$(PY) docker/build.py
+
+image-test: setup ## builds the CPU image without an engine and trains inside it, one fault included (needs root, buildah, debootstrap)
+	@$(PY) -m tests.image.run
 
 synth: setup ## templates of every profile, with the time of each
 	@$(PY) -m stacks.synth_all
