@@ -16,7 +16,7 @@ from payload.events import Event, RunEvents, read_events
 from payload.local import JobResult, LocalCluster, on_host, run_config
 
 SPEEDUP = 50.0
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 BASE: dict[str, Any] = {
     "run_id": "test",
     "parallelism.device": "cpu",
@@ -29,14 +29,14 @@ BASE: dict[str, Any] = {
     "data.sequence_length": 32,
     "checkpoint.interval": 5,
     "checkpoint.memory_interval": 0,
-    "timeouts.soft_s": 6.0,
-    "timeouts.hard_s": 20.0,
+    "timeouts.soft_s": 8.0,
+    "timeouts.hard_s": 30.0,
     "timeouts.barrier_s": 100.0,
     "timeouts.completion_s": 100.0,
-    "timeouts.heartbeat_s": 12.0,
+    "timeouts.heartbeat_s": 16.0,
     "timeouts.initial_heartbeat_s": 120.0,
     "timeouts.setup_s": 90.0,
-    "timeouts.process_group_s": 15.0,
+    "timeouts.process_group_s": 30.0,
     "timeouts.join_s": 120.0,
     "timeouts.grace_s": 1.0,
     "timeouts.save_grace_s": 60.0,

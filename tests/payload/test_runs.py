@@ -11,7 +11,7 @@ import pytest
 from payload.local import LocalCluster
 from tests.payload.runs import Run, at_step, run_job
 
-pytestmark = [pytest.mark.launched, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(600)]
 
 
 def faults(*planned: tuple[int, int, str]) -> dict[str, Any]:
