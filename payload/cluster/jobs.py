@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from payload.cluster.kubectl import ClusterError, Kubectl, condition, wait_until
+from payload.config import EXIT_UNFIT_NODE
 from payload.manifests import COMPONENT_LABEL, JOB_LABEL, NAME, NAME_LABEL, RUN_LABEL, TRAINING, Manifest
 
 OURS = {NAME_LABEL: NAME}
@@ -67,6 +68,17 @@ def describe_pod(pod: Mapping[str, Any]) -> str:
     line = f"  pod {index_of(pod) or '?'} {meta['name']}: {phase} on {node}, {restarts} container restarts"
     why = _waits_for(status)
     return f"{line}; {why}" if why else line
+
+
+def unfit_nodes(pods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Nodes whose launcher gave up on them (exit code 43): workers keep failing there alone."""
+    found = []
+    for pod in pods:
+        for container in (pod.get("status") or {}).get("containerStatuses") or []:
+            ends = [container.get(state, {}).get("terminated") or {} for state in ("state", "lastState")]
+            if any(end.get("exitCode") == EXIT_UNFIT_NODE for end in ends) and pod["spec"].get("nodeName"):
+                found.append(str(pod["spec"]["nodeName"]))
+    return sorted(set(found))
 
 
 def _waits_for(status: Mapping[str, Any]) -> str:

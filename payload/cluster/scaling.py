@@ -65,9 +65,17 @@ def describe_node(node: Manifest) -> str:
     state = "Ready" if condition(node, "Ready") else "not ready"
     if node["spec"].get("unschedulable"):
         state += ", cordoned"
+    state += "".join(f", {reason}" for reason in _monitor_findings(node))
     offered = node["status"].get("allocatable") or {}
     parts = [f"{offered[key]} {key}" for key in ("nvidia.com/gpu", "vpc.amazonaws.com/efa") if key in offered]
     return f"  {node['metadata']['name']}: {state}; {', '.join(parts) or 'no GPU offered yet'}"
+
+
+def _monitor_findings(node: Manifest) -> list[str]:
+    """What the node monitoring agent reports: its conditions are all "...Ready", False with a reason when not."""
+    found = node["status"].get("conditions") or []
+    sick = [c for c in found if c["type"].endswith("Ready") and c["type"] != "Ready" and c["status"] == "False"]
+    return [f"{c['type']} false: {c.get('reason', '')} {c.get('message', '')}".rstrip() for c in sick]
 
 
 @command

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic, sleep
 
 from payload.cluster import jobs, reader
 from payload.cluster.kubectl import ClusterError, Kubectl, condition
 from payload.cluster.run_state import RunState
 from payload.cluster.target import EXIT_FAILED, Target, as_json, command, number, parser, read, say
-from payload.config import RunConfig
+from payload.config import EXIT_UNFIT_NODE, RunConfig
 from payload.manifests import CONFIG_KEY, RUN_LABEL, Manifest
 
 WAIT_POLL_S = 5.0
@@ -39,6 +39,8 @@ def status(argv: Sequence[str]) -> int:
         say(as_json({"job": jobs.describe_job(job), "pods": [jobs.describe_pod(p) for p in pods], "run": values}))
     else:
         lines = found.lines() if found else ["run: its files cannot be read while no pod runs (--no-reader)"]
+        for node in jobs.unfit_nodes(pods):
+            lines.append(f"  node {node} is unfit (exit code {EXIT_UNFIT_NODE}): python -m payload node replace {node}")
         for line in (jobs.describe_job(job), *(jobs.describe_pod(pod) for pod in pods), *lines):
             say(line)
     return EXIT_FAILED if condition(job, "Failed") else 0
@@ -49,7 +51,7 @@ def wait(kubectl: Kubectl, run_id: str, *, timeout_s: float) -> None:
 
     Raises ClusterError after ``timeout_s``.
     """
-    deadline, said = time.monotonic() + timeout_s, ""
+    deadline, said = monotonic() + timeout_s, ""
     while True:
         job = jobs.newest(kubectl, run_id)
         if condition(job, *jobs.DONE):
@@ -60,9 +62,9 @@ def wait(kubectl: Kubectl, run_id: str, *, timeout_s: float) -> None:
         if missing != said:
             say(f"waiting: {missing}")
             said = missing
-        if time.monotonic() >= deadline:
+        if monotonic() >= deadline:
             raise ClusterError(f"Job {jobs.name_of(job)}: no step within {timeout_s:g} s: {missing}")
-        time.sleep(WAIT_POLL_S)
+        sleep(WAIT_POLL_S)
 
 
 def _before_first_step(kubectl: Kubectl, job: Manifest) -> str:

@@ -68,7 +68,10 @@ def node(name: str, instance: str, *, ready: bool = True) -> dict[str, Any]:
 def test_capacity_shows_nodes_and_why_some_are_missing(
     aws: Stubber, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.put(node("one", "i-01"))
+    one = node("one", "i-01")
+    sick = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NvidiaXID79Error", "message": "fell off"}
+    one["status"]["conditions"].append(sick)
+    cluster.put(one)
     aws.add_response("describe_auto_scaling_groups", group(2, "i-01"), {"AutoScalingGroupNames": [NAME]})
     activity = {
         "ActivityId": "a",
@@ -82,7 +85,7 @@ def test_capacity_shows_nodes_and_why_some_are_missing(
     aws.add_response("describe_scaling_activities", {"Activities": [activity]}, asked)
     assert main(["capacity", *P5]) == 0
     text = capsys.readouterr().out
-    assert "one: Ready; 8 nvidia.com/gpu, 32 vpc.amazonaws.com/efa" in text
+    assert "one: Ready, AcceleratedHardwareReady false: NvidiaXID79Error fell off; 8 nvidia.com/gpu" in text
     assert "2 asked for, 1 in service" in text and "InsufficientInstanceCapacity" in text
 
 

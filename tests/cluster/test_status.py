@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from payload.cli import main
-from payload.cluster import run_state
+from payload.cluster import run_state, status
 from payload.config import RunConfig, load_profile
 from payload.events import EventLog
 from payload.manifests import COMPONENT_LABEL, JOB_LABEL, Deployment, job_of, render
@@ -99,17 +98,36 @@ def test_status_shows_job_pods_and_run(
     assert values["run"]["step"] == 5 and values["run"]["restarts_left"] == 20
 
 
+def test_status_names_an_unfit_node_and_what_to_do(submitted: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 43 of a launcher leads to the node's replacement, also from a container that was started again."""
+    state = submitted.read()
+    for item in state["objects"].values():
+        if item["kind"] == "Pod":
+            ended = {"terminated": {"exitCode": 43}}
+            item["status"]["containerStatuses"] = [{"restartCount": 1, "state": {"running": {}}, "lastState": ended}]
+    submitted.write(state)
+    assert main(["status", *KIND]) == 0
+    assert "node node-0 is unfit (exit code 43): python -m payload node replace node-0" in capsys.readouterr().out
+
+
 def test_wait_returns_at_the_first_step(
-    submitted: FakeCluster, config: RunConfig, capsys: pytest.CaptureFixture[str]
+    submitted: FakeCluster,
+    config: RunConfig,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says what it waits for, and goes on as soon as a step is logged."""
+    """It says what it waits for, and goes on as soon as a step is logged: here while it sleeps for the first time."""
     capsys.readouterr()
-    writer = threading.Timer(0.5, lambda: [steps(config, 1, rank=rank) for rank in (0, 1)])
-    writer.start()
-    try:
-        assert main(["status", *KIND, "--wait", "--timeout", "100"]) == 0
-    finally:
-        writer.join()
+    sleeps: list[float] = []
+
+    def sleep(duration_s: float) -> None:
+        sleeps.append(duration_s)
+        for rank in (0, 1):
+            steps(config, 1, rank=rank)
+
+    monkeypatch.setattr(status, "sleep", sleep)
+    assert main(["status", *KIND, "--wait", "--timeout", "100"]) == 0
+    assert len(sleeps) == 1
     text = capsys.readouterr().out
     assert "waiting: pods run; no step yet" in text and "step 1 of 200" in text
 

@@ -367,6 +367,12 @@ def test_no_gpu_is_paid_for_while_the_image_is_built_and_no_job_starts_before(ea
     assert graph.needs(capacity, image, across_stacks=False)
 
 
+def test_a_changed_job_asks_for_its_nodes_again(each: Synthesis) -> None:
+    """The idle guard may have set them to zero: a deployment that changes the Job updates the capacity as well."""
+    (capacity,) = each.of_type("training", "Custom::GpuCapacity").values()
+    assert capacity["Properties"]["Job"] == each.stacks.training.payload.job_name
+
+
 def test_nccl_and_efa_by_instance(each: Synthesis) -> None:
     """F37: the network is pinned by name, so that a fallback to sockets is an error. F34: no foreign interface."""
     values, instance = env(each), each.profile.nodes.instance
