@@ -254,6 +254,8 @@ class StubApi:
             if ref.kind == "Namespace" and any(other.namespace == ref.name for other in self.objects):
                 continue
             del self.objects[ref]
+            if ref.kind == "PersistentVolume":
+                self.bound.pop(ref.name, None)
             self.log.append(("gone", ref))
             changed = True
         return changed
