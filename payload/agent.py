@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,6 +65,8 @@ class Observer:
         self.succeeded = False
         self.command: tuple[str, ...] = worker_command(pod)
         """What the agent starts for each rank."""
+        self.ending: Exception | None = None
+        """Why this launcher ends, whatever its agent makes of it."""
         self.reason = ""
         """Of the newest failure of this pod's workers."""
         self._reported = -1
@@ -155,8 +159,23 @@ def _meaning(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def observed(base: type[Any], observer: Observer) -> type[Any]:
-    """A subclass of a LocalElasticAgent, torch's or NVRx's, that reports to ``observer``."""
+def observed(base: type[Any], observer: Observer, leave: type[Exception]) -> type[Any]:
+    """A subclass of a LocalElasticAgent, torch's or NVRx's, that reports to ``observer``.
+
+    ``leave``: the agent's SignalException. It leaves the rendezvous open, where any other error would close it for
+    good: when this pod alone goes, the others wait for the one that replaces it.
+    """
+
+    @contextmanager
+    def reporting() -> Iterator[None]:
+        try:
+            yield
+        except (Stopped, UnfitNode) as end:
+            observer.ending = end
+            raise leave(str(end), signal.SIGTERM) from end
+        except (NoProgress, Refused) as end:
+            observer.ending = end
+            raise
 
     class Observed(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +184,8 @@ def observed(base: type[Any], observer: Observer) -> type[Any]:
             self._exit_barrier_timeout: float = _EXIT_BARRIER_S
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            observer.before_start(worker_group.store, worker_group.group_rank)
+            with reporting():
+                observer.before_start(worker_group.store, worker_group.group_rank)
             pids: dict[int, Any] = super()._start_workers(worker_group)
             context = self._pcontext
             close = context.close
@@ -184,7 +204,8 @@ def observed(base: type[Any], observer: Observer) -> type[Any]:
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
-            observer.looked(result)
+            with reporting():
+                observer.looked(result)
             return result
 
     return Observed
@@ -228,14 +249,14 @@ def no_action(signum: int, frame: FrameType | None) -> None:
 def run_agent(module: Any, observer: Observer, launch: Callable[[], object]) -> None:
     """Runs ``launch`` with the agent class of ``module`` observed. Raises WorkersFailed for the agent's own error."""
     base = module.LocalElasticAgent
-    module.LocalElasticAgent = observed(base, observer)
+    module.LocalElasticAgent = observed(base, observer, module.SignalException)
     try:
         launch()
-    except (NoProgress, Refused, Stopped, UnfitNode):
-        raise
     except Exception as error:
-        raise WorkersFailed(observer.reason or str(error)) from error
+        raise observer.ending or WorkersFailed(observer.reason or str(error)) from error
     finally:
         module.LocalElasticAgent = base
+    if observer.ending is not None:
+        raise observer.ending
     if not observer.succeeded:
         raise WorkersFailed("the agent ended before its workers had succeeded")

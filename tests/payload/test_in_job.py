@@ -84,3 +84,20 @@ def test_a_node_where_failures_keep_beginning_is_given_up(tmp_path):
         assert pods.start().wait(1) == {1: 43}, pods.logs()
     assert len(generations(pods, 1)) == 2
     assert pods.events("pod1", "launcher_end")[0]["reason"] == "the last 2 failures began on node node-1"
+
+
+@pytest.mark.timeout(180)
+def test_one_pod_that_is_told_to_stop_is_waited_for(tmp_path):
+    """SIGTERM of one pod (its node is drained): all save after the same step, that pod leaves, the other waits."""
+    fields = {"recovery.arm": "layered", "recovery.warm_workers": True, "training.min_step_s": 0.05}
+    with Pods(tmp_path, steps=40, **fields) as pods:
+        pods.start()
+        pods.until(lambda: pods.newest_step() >= 3, "step 3")
+        pods.processes[1].send_signal(signal.SIGTERM)
+        assert pods.wait(1) == {1: 143}, pods.logs()
+        stops = [pods.events(f"rank{rank}", "stopping")[-1]["step"] for rank in (0, 1)]
+        assert stops[0] == stops[1] and pods.processes[0].poll() is None
+        assert pods.start(1).wait(0, 1) == {0: 0, 1: 0}, pods.logs()
+    assert left_behind(tmp_path) == []
+    assert generations(pods, 0) == generations(pods, 1) == ["0.0", "1.0"]
+    assert [e["step"] for e in pods.events("rank0", "step")] == list(range(1, 41))
