@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +14,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from payload import cli, settings
+from payload import cli, commands, settings
 from payload.config import ARMS, ConfigError, RunConfig
 from payload.faults import assert_same_schedule, schedule
 from payload.live import LiveView, Tail
+from payload.local import JobResult
 from payload.manifests import CONFIG_KEY
 
 CHECKOUT = Path(__file__).parents[2]
@@ -170,3 +173,50 @@ def test_the_live_view_counts_only_surviving_steps(tmp_path: Path) -> None:
         "  run: fault: hang on rank 1 at step 5",
         "  run: pod 1: container restart 2",
     ]
+
+
+class Asked:
+    """Stands for a cluster with a Job that runs."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+
+    def request(self, what: str, index: int = 0) -> None:
+        self.requests.append(what)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_deletes_the_job_and_ends_the_command_afterwards(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    asked, after = Asked(), []
+    with pytest.raises(KeyboardInterrupt), commands.stopping(asked):  # type: ignore[arg-type]
+        os.kill(os.getpid(), number)
+        after.append("the job ended")
+    assert asked.requests == ["job-delete"] and after == ["the job ended"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    asked, after = Asked(), []
+    with pytest.raises(KeyboardInterrupt), commands.stopping(asked):  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        after.append("not reached")
+    assert asked.requests == ["job-delete"] and after == []
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run_command", interrupted)
+    assert cli.main(["run"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_failed_run_shows_the_end_of_the_last_output(tmp_path: Path) -> None:
+    (tmp_path / "pod0-a-0.log").write_text("first\n" * 50 + "Traceback: the reason\n")
+    result = JobResult(False, "BackoffLimitExceeded", 2, 1, 0.0, 0.0, 3.0, tmp_path)
+    text = commands.describe(result)
+    assert text.startswith("failed: BackoffLimitExceeded (2 container restarts, 1 pod replacements, 3.0 s)")
+    assert text.endswith("  Traceback: the reason") and len(text.splitlines()) < 20
