@@ -25,7 +25,8 @@ from payload.process import descendants, send
 SHM = Path("/dev/shm")
 SANDBOX_END_S = 30.0
 """A sandbox that still runs so long after its stdin was closed is an error."""
-PORT_LOW = 20000
+PORTS = range(10000, 65536)
+MIN_PORTS = 500
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -279,12 +280,14 @@ def address(index: int) -> str:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below the range that the kernel gives to outgoing connections.
+    """A port that nothing listens on, outside the range that the kernel gives to outgoing connections.
 
-    A port of that range could be taken by any connection while pod 0 is being replaced.
+    A port of that range could be taken by any connection while pod 0 is being replaced. Where the range leaves next
+    to nothing, that risk is taken.
     """
-    low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    candidates = list(range(min(PORT_LOW, low - 1000), low))
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [port for port in PORTS if not low <= port <= high]
+    candidates = outside if len(outside) >= MIN_PORTS else list(PORTS)
     for port in random.sample(candidates, len(candidates)):
         with socket.socket() as probe:
             try:

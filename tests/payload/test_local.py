@@ -371,6 +371,8 @@ def test_refuses_objects_of_other_kinds(tmp_path: Path) -> None:
         LocalCluster(tmp_path / "root").run(objects)
 
 
-def test_ports_lie_below_those_of_outgoing_connections() -> None:
-    low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert 1024 < free_port() < low
+def test_ports_lie_outside_those_of_outgoing_connections() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if high - low > 50_000:
+        pytest.skip("the kernel gives nearly all ports to outgoing connections here")
+    assert all(not low <= free_port() <= high for _ in range(20))
