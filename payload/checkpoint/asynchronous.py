@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from payload.checkpoint.base import CheckpointError, StateDict
-from payload.checkpoint.durable import NUM_FILES, Attempt, Durable
+from payload.checkpoint.durable import Attempt, Durable
 from payload.checkpoint.job import Job
 from payload.checkpoint.peers import Peers
 from payload.checkpoint.publication import Publication
@@ -30,6 +30,8 @@ from payload.config import RunConfig
 if TYPE_CHECKING:
     from payload.events import EventLog
 
+NUM_FILES = 2
+"""Files a rank and save, written in parallel."""
 _POLL_S = 0.01
 
 
@@ -68,6 +70,8 @@ class _Saving:
     pending: _Pending | None = None
     publications: list[Publication] = field(default_factory=list)
     """On rank 0, oldest first."""
+    failed: set[str] = field(default_factory=set)
+    """Tickets of this rank's parts that were not written."""
     abandoned: bool = False
 
 
@@ -90,7 +94,7 @@ class AsyncCheckpointer(Durable):
         self.mode = config.checkpoint.mode
         self._local = self.mode == "async-local"
         self._owns_writer = writer is None
-        self._writer = writer or AsyncWriter(local=self._local)
+        self._writer = writer or AsyncWriter()
         self._slab: Slab | None = None
         self._saving = _Saving()
 
@@ -119,11 +123,11 @@ class AsyncCheckpointer(Durable):
     def _submit(self, step: int, state: StateDict, staged: Staged, attempt: Attempt, peers: Peers) -> None:
         """Collective in the first save of an attempt. Raises CheckpointError where that cannot be planned."""
         saving = self._saving
-        draft = self._folder.draft(step, attempt.token)
+        draft = self._draft(step, attempt)
         if not self._local and saving.plan is None:
             saving.plan = _plan(state, draft, peers)
         self._writer.start()
-        ticket = f"{attempt.token}-{step}"
+        ticket = draft.name
         saving.pending = _Pending(step, ticket, time.monotonic() + self._limit_s)
         self._writer.submit(self._job(ticket, draft, staged, attempt.rank))
         if attempt.rank == 0:
@@ -174,38 +178,37 @@ class AsyncCheckpointer(Durable):
                 continue  # A save of an abandoned attempt.
             saving.pending = None
             if report.reason:
-                self._fail(attempt, pending.step, report.reason)
+                self._fail(attempt, pending, report.reason)
             elif attempt.rank:
                 self._events.emit("save_done", step=pending.step, write_s=report.write_s)
         self._check_writer(attempt)
         for publication in [p for p in saving.publications if p.done()]:
             saving.publications.remove(publication)
             if publication.reason:
-                self._fail(attempt, publication.step, publication.reason)
+                attempt.failures.append(f"save of step {publication.step} failed: {publication.reason}")
             elif not publication.cancelled:
                 self._events.emit("save_done", step=publication.step, write_s=publication.write_s)
-                self._forget_older(publication.step)
 
     def _check_writer(self, attempt: Attempt) -> None:
         pending, death = self._saving.pending, self._writer.death()
         if death is not None:
             self._saving.pending = None
-            self._fail(attempt, pending.step if pending else None, death)
+            self._fail(attempt, pending, death)
             self._writer.start()
         elif pending is not None and time.monotonic() > pending.deadline:
             self._saving.pending = None
-            self._fail(attempt, pending.step, f"not written after {self._limit_s:.0f} s")
+            self._fail(attempt, pending, f"not written after {self._limit_s:.0f} s")
 
-    def _fail(self, attempt: Attempt, step: int | None, reason: str) -> None:
-        attempt.failures.append(f"save of step {step} failed: {reason}" if step is not None else reason)
-        for publication in self._saving.publications:
-            if publication.step == step:
-                publication.cancel()
+    def _fail(self, attempt: Attempt, pending: _Pending | None, reason: str) -> None:
+        attempt.failures.append(f"save of step {pending.step} failed: {reason}" if pending else reason)
+        if pending:
+            self._saving.failed.add(pending.ticket)
+            self._give_up({pending.ticket})
 
-    def _forget_older(self, step: int) -> None:
-        """Saves before a published one miss a part that failed on some rank: they will never be complete."""
+    def _give_up(self, tickets: Collection[str]) -> None:
+        """Some rank could not write its part, so that there is nothing to wait for."""
         for publication in self._saving.publications:
-            if publication.step < step:
+            if publication.ticket in tickets:
                 publication.cancel()
 
     def _await_own_part(self) -> None:
@@ -219,12 +222,12 @@ class AsyncCheckpointer(Durable):
         attempt, peers = self._joined()
         self._await_own_part()
         self._collect()
-        reasons = peers.gather(list(attempt.failures), "waiting for the last save")
-        texts = [f"rank {rank}: {text}" for rank, mine in enumerate(reasons) for text in mine]
+        mine = (list(attempt.failures), self._saving.failed)
+        outcomes = peers.gather(mine, "waiting for the last save")
         attempt.failures.clear()
+        self._give_up(set().union(*(tickets for _, tickets in outcomes)))
+        texts = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(outcomes) for text in texts]
         if texts:
-            for publication in self._saving.publications:
-                publication.cancel()
             raise CheckpointError("; ".join(texts))
         peers.on_first(lambda: self._finish_publications(attempt), "publishing the last save")
         return time.monotonic() - started

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from payload.events import EventLog
 
-NUM_FILES = 2
-"""Files a rank and save, written in parallel."""
-
 
 @dataclass
 class Attempt:
@@ -38,6 +35,8 @@ class Attempt:
     peers: Peers | None = None
     token: str = ""
     """Part of the drafts' names: attempts never write into one another's."""
+    num_saves: int = 0
+    """The same on all ranks; a save that is repeated gets a draft of its own too."""
     failures: deque[str] = field(default_factory=deque)
     """Of saves, not yet reported by poll()."""
 
@@ -94,6 +93,11 @@ class Durable:
     def close(self) -> None:
         self.abandon()
 
+    def _draft(self, step: int, attempt: Attempt) -> Path:
+        """Another one at every call; the same on all ranks."""
+        attempt.num_saves += 1
+        return self._folder.draft(step, f"{attempt.token}.{attempt.num_saves}")
+
     def _manifest(self, step: int, world_size: int, layout: str, files: tuple[FileEntry, ...] = ()) -> Manifest:
         return Manifest(step, world_size, layout, self.mode, time.time(), files)
 
@@ -106,12 +110,14 @@ class SyncCheckpointer(Durable):
     def save(self, step: int, state: StateDict) -> float:
         started = time.monotonic()
         attempt, peers = self._joined()
-        draft = self._folder.draft(step, attempt.token)
+        draft = self._draft(step, attempt)
         reason, files = self._write(draft, state, peers)
         outcomes = peers.gather((reason, files), f"saving step {step}")
         reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(outcomes) if reason]
         if reasons:
             attempt.failures.append(f"save of step {step} failed: {'; '.join(reasons)}")
+            if peers.rank == 0:
+                self._folder.discard(draft)
             return time.monotonic() - started
         entries = tuple(entry for _, files in outcomes for entry in files)
         manifest = self._manifest(step, peers.world_size, "dcp", entries)
@@ -128,7 +134,8 @@ class SyncCheckpointer(Durable):
         assert dist.is_initialized()
         try:
             draft.mkdir(parents=True, exist_ok=True)
-            writer = FileSystemWriter(draft, thread_count=NUM_FILES)
+            # One thread: an error in any other is lost, and the save passes for complete (pytorch/pytorch#191391).
+            writer = FileSystemWriter(draft, thread_count=1)
             state_dict_saver.save(state, storage_writer=writer, process_group=peers.group)
             names = sorted(path.name for path in draft.glob(f"__{peers.rank}_*"))
             if peers.rank == 0:

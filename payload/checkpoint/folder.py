@@ -12,12 +12,14 @@ and one rename of the draft then makes the save visible, whole. A folder without
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
@@ -101,6 +103,8 @@ def describe_file(path: Path, rank: int) -> FileEntry:
     digest = xxhash.xxh3_128()
     size_bytes = 0
     with path.open("rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             size_bytes += len(chunk)
@@ -165,6 +169,10 @@ class SaveFolder:
     def draft(self, step: int, token: str) -> Path:
         """Where the save of this step and attempt is written; not made."""
         return self.root / f"{_DRAFT}{step:08d}-{token}"
+
+    def discard(self, draft: Path) -> None:
+        """A draft that will never be complete; its space is free again."""
+        self._delete(draft.name)
 
     def publish(self, draft: Path, manifest: Manifest) -> str:
         """Makes a draft, all of whose files are written, a complete save; returns its name. Raises OSError."""

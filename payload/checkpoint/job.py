@@ -7,6 +7,7 @@ as a full disk must not keep the news of it from getting through.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import queue
@@ -104,6 +105,7 @@ def _write_buckets(job: Job) -> list[WriteResult]:
     else:
         FileSystemWriterAsync.write_preloaded_data_multiproc(transforms, False, job.rank, buckets, outcome)
     slab.close()
+    multiprocessing.active_children()  # Reaps the processes of NVRx before 0.6, which forgets them after a failure.
     written = outcome.get_nowait()
     if isinstance(written, BaseException):
         raise written

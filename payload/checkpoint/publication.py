@@ -41,6 +41,7 @@ class Publication:
     ) -> None:
         """``manifest``: without files yet. ``metadata``: DCP's index without places, None in the local layout."""
         self.step = manifest.step
+        self.ticket = draft.name
         self.reason = ""
         """Why nothing was published; valid once done()."""
         self.write_s = 0.0

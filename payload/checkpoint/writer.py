@@ -37,9 +37,7 @@ class Report:
 class AsyncWriter:
     """One writer process at a time; outlives attempts."""
 
-    def __init__(self, *, local: bool) -> None:
-        """``local``: through TorchAsyncCheckpoint, one file a rank; else the sharded DCP layout."""
-        self._local = local
+    def __init__(self) -> None:
         self._queue: Any = None
         self._front: Any = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -58,10 +56,10 @@ class AsyncWriter:
         if "cpu_shm_mode" in inspect.signature(AsyncCallsQueue.__init__).parameters:
             options["cpu_shm_mode"] = True  # Else the worker opens the device, which it never uses.
         self._queue = AsyncCallsQueue(**options)
-        if self._local:
-            self._front = TorchAsyncCheckpoint(persistent_queue=True)
-            self._front._async_calls_queue = self._queue
-            TorchAsyncCheckpoint.async_fn = write_local
+        # For the local layout; its own queue, which is idle, would open the device.
+        self._front = TorchAsyncCheckpoint(persistent_queue=True)
+        self._front._async_calls_queue = self._queue
+        TorchAsyncCheckpoint.async_fn = write_local
         self._schedule(adopt, os.getpid())
 
     def _schedule(self, function: Callable[..., None], argument: object) -> None:
@@ -70,7 +68,7 @@ class AsyncWriter:
 
     def submit(self, job: Job) -> None:
         """Never waits for the worker."""
-        if self._front is None:
+        if not job.places:
             self._schedule(write_sharded, job)
         else:
             with _without_device():
