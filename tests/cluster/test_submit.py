@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 
 from payload import volumes
 from payload.cli import main
 from payload.cluster import jobs, scaling
 from payload.cluster.target import from_settings
-from payload.config import load_profile
-from payload.deployment import Deployment, Toleration
-from payload.manifests import COMPONENT_LABEL, RUN_LABEL, job_of, render
+from payload.config import ARMS, load_profile
+from payload.deployment import Deployment, Toleration, load_deployment
+from payload.manifests import COMPONENT_LABEL, RUN_LABEL, job_of, render, render_prepare_data
 from payload.settings import PROFILES, STACK_DEPLOYMENT
 from tests.cluster.conftest import FakeCluster
 
@@ -79,6 +81,18 @@ def test_a_bare_cluster_gets_everything_that_a_run_needs(cluster: FakeCluster, c
     command = cluster.object("job", data)["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[-2:] == ["--source", "pydoc"]
     assert f"submitted: Job {training}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", ["1.34", "1.35", "1.36"])
+def test_all_that_a_bare_cluster_gets_is_valid(version: str) -> None:
+    """The arms' own objects, the data's Job, and what comes before them."""
+    path = PROFILES / "kind.toml"
+    where = load_deployment(path, tomllib.loads(path.read_text())["deployment"])
+    for arm in ARMS:
+        config = load_profile(path).with_overrides({"recovery.arm": arm})
+        data = render_prepare_data(config, where, ["--source", "pydoc"])
+        for item in [*volumes.prerequisites(where, "10Gi"), *data, *render(config, where)]:
+            kubernetes_validate.validate(item, version, strict=True)
 
 
 def test_what_is_there_already_stays(cluster: FakeCluster) -> None:
