@@ -3,13 +3,13 @@
 It takes the options that payload/cluster uses and refuses others, so that a misspelt one fails a test.
 """
 
+# ruff: noqa: PTH123 - every import counts: this starts many times a test
+
 import json
 import os
-import pathlib
-import subprocess
 import sys
 
-STATE = pathlib.Path(os.environ["FAKE_KUBECTL"])
+STATE = os.environ["FAKE_KUBECTL"]
 CLUSTER_WIDE = ("namespace", "node", "persistentvolume")
 KNOWN = {
     "get": ("--ignore-not-found", "--output=json", "--request-timeout=", "--selector="),
@@ -21,11 +21,13 @@ KNOWN = {
 
 
 def load():
-    return json.loads(STATE.read_text())
+    with open(STATE) as file:
+        return json.load(file)
 
 
 def save(state):
-    STATE.write_text(json.dumps(state))
+    with open(STATE, "w") as file:
+        json.dump(state, file)
 
 
 def fail(text):
@@ -105,6 +107,8 @@ def delete(state, namespace, kind, name):
 
 
 def execute(state, namespace, arguments):
+    import subprocess
+
     pod, command = arguments[0], arguments[arguments.index("--") + 1 :]
     if key("pod", namespace, pod) not in state["objects"]:
         fail(f'pods "{pod}" not found')
@@ -114,7 +118,7 @@ def execute(state, namespace, arguments):
 
 def main(arguments):
     state = load()
-    with pathlib.Path(f"{STATE}.calls").open("a") as file:
+    with open(f"{STATE}.calls", "a") as file:
         file.write(json.dumps(arguments) + "\n")
     if state.get("unreachable"):
         fail("The connection to the server was refused")
