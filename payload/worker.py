@@ -5,6 +5,7 @@ Ends by os._exit: after gloo groups were torn down, the interpreter's own exit c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -27,6 +28,10 @@ def preload(config: RunConfig) -> None:
     for name in ("checkpoint", "faults", "recovery", "train"):
         importlib.import_module(f"payload.{name}")
     importlib.import_module("payload.recovery").preload(config)
+    if config.checkpoint.mode != "sync":
+        # Without NVRx, checkpoint.build() says what is missing.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("payload.checkpoint.asynchronous")
     if not config.model.task:
         importlib.import_module("payload.model").preload(config.model.name)
 

@@ -22,11 +22,15 @@ def leaves_nothing() -> Iterator[None]:
     before = {*_processes(), *_threads()}
     yield
     deadline = time.monotonic() + GRACE_S
-    while (left := {*_processes(), *_threads()} - before) and time.monotonic() < deadline:
+    while (names := _left(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    names = [_describe(item) for item in left]
     names += [f"folder {path}" for path in _folders()]
-    assert not [name for name in names if name], "left behind: " + "; ".join(filter(None, names))
+    assert not names, "left behind: " + "; ".join(names)
+
+
+def _left(before: set[psutil.Process | threading.Thread]) -> list[str]:
+    """What has come since and may not stay."""
+    return [name for item in {*_processes(), *_threads()} - before if (name := _describe(item))]
 
 
 def _processes() -> set[psutil.Process | threading.Thread]:

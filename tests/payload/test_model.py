@@ -1,5 +1,6 @@
 """Models by name: their shapes, their first weights and their loss."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def digest_of(config: RunConfig, attempt: PlainAttempt) -> str:
         leave_group()
 
 
+def write_digest(config: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    digest = digest_of(config, PlainAttempt(store, rank, world_size))
+    (Path(config.workdir) / f"digest-{rank}").write_text(digest)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_first_weights_do_not_depend_on_the_world(tmp_path: Path, strategy: str) -> None:
     """A world of 3 cuts matrices of 64 and 320 rows unevenly, and blocks of rows in the middle."""
@@ -79,11 +85,7 @@ def test_first_weights_do_not_depend_on_the_world(tmp_path: Path, strategy: str)
     alone = digest_of(config, PlainAttempt(dist.HashStore()))
     other_seed = digest_of(config.with_overrides({"model.seed": 1}), PlainAttempt(dist.HashStore()))
     assert alone != other_seed
-
-    def body(rank: int, world_size: int, store: Any) -> None:
-        (tmp_path / f"digest-{rank}").write_text(digest_of(config, PlainAttempt(store, rank, world_size)))
-
-    run_world(tmp_path / "world", 3, body)
+    run_world(tmp_path / "world", 3, partial(write_digest, config))
     assert [(tmp_path / f"digest-{rank}").read_text() for rank in range(3)] == [alone] * 3
 
 
@@ -158,24 +160,23 @@ def tiny_gpt2(folder: Path) -> Path:
     return folder
 
 
-def test_a_local_folder_brings_its_weights(tmp_path: Path) -> None:
-    """Another architecture than LLaMA, with tied embeddings and dropout, read by rank 0 of two."""
+def compare_weights(config: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    """This rank's model has the names, ties and values of what transformers loads."""
     from transformers import GPT2LMHeadModel
 
-    folder = tiny_gpt2(tmp_path / "gpt2")
-    config = run_config(tmp_path, model__name=str(folder))
+    model: Any = built(config, PlainAttempt(store, rank, world_size))
+    assert model.lm_head.weight is model.transformer.wte.weight, "the tie is gone"
+    reference = dict(GPT2LMHeadModel.from_pretrained(config.model.name).named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(reference)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), reference[name].detach()), name
+
+
+def test_a_local_folder_brings_its_weights(tmp_path: Path) -> None:
+    """Another architecture than LLaMA, with tied embeddings and dropout, read by rank 0 of two."""
+    config = run_config(tmp_path, model__name=str(tiny_gpt2(tmp_path / "gpt2")))
     prepare_text(config)
-
-    def body(rank: int, world_size: int, store: Any) -> None:
-        model = built(config, PlainAttempt(store, rank, world_size))
-        assert model.lm_head.weight is model.transformer.wte.weight, "the tie is gone"  # type: ignore[union-attr]
-        reference = dict(GPT2LMHeadModel.from_pretrained(folder).named_parameters())
-        names = [name for name, _ in model.named_parameters()]
-        assert names == list(reference)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(whole(parameter), reference[name].detach()), name
-
-    run_world(tmp_path / "world", 2, body)
+    run_world(tmp_path / "world", 2, partial(compare_weights, config))
 
 
 def test_a_folder_model_trains(tmp_path: Path) -> None:

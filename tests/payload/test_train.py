@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,31 +145,31 @@ def test_three_restarts_change_nothing(tmp_path: Path, task: str) -> None:
     assert sha256_of(broken) == sha256_of(straight)
 
 
+def train_past_a_crash(base: RunConfig, run_id: str, crashes: bool, rank: int, world_size: int, store: Any) -> None:
+    """One process entered twice where it crashes; keeps a hash of the RNG as step 8 begins."""
+    config = base.with_overrides({"run_id": run_id})
+    hash_file = Path(config.workdir) / f"rng-{run_id}-{rank}"
+    actions: dict[int, Callable[[], None]] = {8: lambda: hash_file.write_text(rng_digest()) and None}
+    session = session_of(config, rank, Faults({5: crash, **actions} if crashes else actions))
+    for number in range(1 + crashes):
+        attempt = PlainAttempt(dist.PrefixStore(str(number), store), rank, world_size, f"0.{number}")
+        if crashes and number == 0:
+            with pytest.raises(Crash):
+                train(config, attempt, session)
+            parallel.leave_group()
+        else:
+            train(config, attempt, session)
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_a_restart_of_three_ranks_changes_nothing(tmp_path: Path, strategy: str) -> None:
     """F15: with dropout, in worlds of three; each rank has its own randomness, the same with and without a crash."""
     base = run_config(
         tmp_path, model__task=DROPOUT, parallelism__strategy=strategy, training__global_batch_size=12,
     )  # fmt: skip
-
-    def body(run_id: str, crashes: bool) -> Callable[[int, int, Any], None]:
-        def run(rank: int, world_size: int, store: Any) -> None:
-            config = base.with_overrides({"run_id": run_id})
-            actions = {8: lambda: (tmp_path / f"rng-{run_id}-{rank}").write_text(rng_digest())}
-            session = session_of(config, rank, Faults({5: crash, **actions} if crashes else actions))
-            for number in range(1 + crashes):
-                attempt = PlainAttempt(dist.PrefixStore(str(number), store), rank, world_size, f"0.{number}")
-                if crashes and number == 0:
-                    with pytest.raises(Crash):
-                        train(config, attempt, session)
-                    parallel.leave_group()
-                else:
-                    train(config, attempt, session)
-
-        return run
-
     for run_id, crashes in (("straight", False), ("broken", True)):
-        run_world(tmp_path / f"world-{run_id}", 3, body(run_id, crashes))
+        run_world(tmp_path / f"world-{run_id}", 3, partial(train_past_a_crash, base, run_id, crashes))
     straight, broken = (base.with_overrides({"run_id": run_id}) for run_id in ("straight", "broken"))
     for rank in range(3):
         assert losses(broken, rank) == losses(straight, rank) == losses(straight, 0)
@@ -177,23 +178,24 @@ def test_a_restart_of_three_ranks_changes_nothing(tmp_path: Path, strategy: str)
     assert sha256_of(broken) == sha256_of(straight)
 
 
+def train_until_asked_to_stop(config: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    """Rank 1 alone is asked, at the start of step 4."""
+    session = session_of(config, rank)
+    session.injector = Faults({4: session.request_stop} if rank == 1 else {})
+    train(config, PlainAttempt(store, rank, world_size), session)
+    assert session.stopped
+    assert session.checkpointer.calls == ["begin_attempt", "save 4", "drain"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(300)
 def test_another_world_goes_on_with_the_same_batch(tmp_path: Path) -> None:
     """F19: saved by 2 ranks after step 4, loaded by 1, 3 and 4: the next losses agree within 1e-6.
 
     Rank 1 alone is asked to stop, so this is the stop agreement too: both ranks stop after the same step.
     """
     base = run_config(tmp_path, model__task=NO_DROPOUT, checkpoint__interval=100)
-
-    def stopped(rank: int, world_size: int, store: Any) -> None:
-        config = base.with_overrides({"run_id": "two"})
-        session = session_of(config, rank)
-        session.injector = Faults({4: session.request_stop} if rank == 1 else {})
-        train(config, PlainAttempt(store, rank, world_size), session)
-        assert session.stopped
-        assert session.checkpointer.calls == ["begin_attempt", "save 4", "drain"]  # type: ignore[attr-defined]
-
-    run_world(tmp_path / "world-two", 2, stopped)
     two = base.with_overrides({"run_id": "two"})
+    run_world(tmp_path / "world-two", 2, partial(train_until_asked_to_stop, two))
     assert (
         [e["step"] for e in events_of(two, "stopping", 0)] == [4] == [e["step"] for e in events_of(two, "stopping", 1)]
     )
@@ -233,21 +235,22 @@ def test_sigterm_on_the_last_step_ends_the_run_as_usual(tmp_path: Path) -> None:
     assert sha256_of(config)
 
 
+def train_into_a_failed_save(config: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    """Rank 1's checkpointer reports a failure from step 5 on."""
+    session = session_of(config, rank)
+
+    def fail() -> None:
+        session.checkpointer.failure = "disk full"  # type: ignore[attr-defined]
+
+    session.injector = Faults({5: fail} if rank == 1 else {})
+    with pytest.raises(CheckpointError, match="save failed on 1 rank"):
+        train(config, PlainAttempt(store, rank, world_size), session)
+
+
 def test_a_failed_save_on_one_rank_stops_all_and_is_in_the_result(tmp_path: Path) -> None:
     """F12: the reason is in the event log of the rank and the failure in the result file."""
     config = run_config(tmp_path, model__task=DROPOUT)
-
-    def body(rank: int, world_size: int, store: Any) -> None:
-        session = session_of(config, rank)
-
-        def fail() -> None:
-            session.checkpointer.failure = "disk full"  # type: ignore[attr-defined]
-
-        session.injector = Faults({5: fail} if rank == 1 else {})
-        with pytest.raises(CheckpointError, match="save failed on 1 rank"):
-            train(config, PlainAttempt(store, rank, world_size), session)
-
-    run_world(tmp_path / "world", 2, body)
+    run_world(tmp_path / "world", 2, partial(train_into_a_failed_save, config))
     assert [e["step"] for e in steps_of(config, 0)] == [1, 2, 3, 4, 5] == [e["step"] for e in steps_of(config, 1)]
     assert [e["reason"] for e in events_of(config, "save_failed", 1)] == ["disk full"]
     values = result.read(config)

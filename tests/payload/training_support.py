@@ -1,10 +1,11 @@
-"""What the tests of the training part share: a tiny run, a minimal checkpointer, and worlds of forked ranks."""
+"""What the tests of the training part share: a tiny run, a minimal checkpointer, and worlds of several ranks."""
 
 from __future__ import annotations
 
-import gc
+import functools
 import multiprocessing
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from payload.prepare import Request, prepare
 from payload.train import Session, train
 
 WORLD_LIMIT_S = 90.0
-"""A world of forked ranks that takes longer hangs."""
+"""A world that takes longer hangs."""
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until nobody looks any more. " * 12
 
@@ -168,31 +169,33 @@ def events_of(config: RunConfig, kind: str, rank: int = 0) -> list[Event]:
 
 
 def run_world(folder: Path, world_size: int, body: Callable[[int, int, Any], None]) -> None:
-    """Runs ``body(rank, world_size, store)`` in forked processes; raises where one fails or hangs."""
+    """Runs ``body(rank, world_size, store)`` on as many processes; raises where one fails or hangs.
+
+    ``body`` is a function of a module, or a partial of one. The processes are forked from a server that has done the
+    imports and has neither threads nor process groups: forked from here, they would inherit both.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("fork")
-    # A process group of the parent that a collection in a child destroys waits for threads that the child has not.
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads about.
-        ranks = [context.Process(target=_rank, args=(folder, rank, world_size, body)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
+    ranks = [context.Process(target=_rank, args=(folder, rank, world_size, body)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + WORLD_LIMIT_S
     try:
         for process in ranks:
-            process.join(WORLD_LIMIT_S)
+            process.join(max(0.0, deadline - time.monotonic()))
         codes = [process.exitcode for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.join()
+            process.close()
     errors = [path.read_text() for path in sorted(folder.glob("error-*"))]
     assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(errors)
 
 
 def _rank(folder: Path, rank: int, world_size: int, body: Callable[[int, int, Any], None]) -> None:
     code = 1
-    gc.freeze()
     try:
         body(rank, world_size, dist.FileStore(str(folder / "store"), world_size))
         code = 0
@@ -203,13 +206,12 @@ def _rank(folder: Path, rank: int, world_size: int, body: Callable[[int, int, An
 
 
 def train_world(config: RunConfig, world_size: int, rendezvous: Path) -> None:
-    """train() on ``world_size`` forked ranks."""
+    """train() on ``world_size`` ranks, each a process."""
+    run_world(rendezvous, world_size, functools.partial(_train, config))
 
-    def body(rank: int, size: int, store: Any) -> None:
-        session = session_of(config, rank)
-        train(config, PlainAttempt(store, rank, size), session)
 
-    run_world(rendezvous, world_size, body)
+def _train(config: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    train(config, PlainAttempt(store, rank, world_size), session_of(config, rank))
 
 
 def prepare_torch() -> None:
