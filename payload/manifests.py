@@ -291,6 +291,8 @@ def _environment(name: str, deployment: Deployment) -> list[Manifest]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Where Triton is installed, importing torch's compiler starts a thread and a pool; the fork server must not.
+        "TORCH_WARM_POOL": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "HOME": SCRATCH_MOUNT,
