@@ -17,7 +17,7 @@ BUCKETS: dict[str, str] = {
     "useful": "last execution of each step",
     "replayed": "executions of steps that were done again later",
     "checkpoint stall": "training blocked by a save or a snapshot",
-    "detect": "fault to its first detection anywhere",
+    "detect": "fault (else the last sign of life) to the first detection anywhere",
     "teardown": "detection until the last rank is out",
     "rendezvous": "until all ranks agree on the next attempt, back-off included",
     "rebuild": "processes, imports, communicator and model",
@@ -82,7 +82,8 @@ def find_failure(run: RunTimeline, attempt: Attempt, following: Attempt, idle_fr
         raise EventError(f"no out, workers_failed or container_exit {where}")
     last_out = max(out, default=detected)
     stopped = not faults and bool(run.between({"stopping"}, attempt.begin, until))
-    begin = begin if faults else detected
+    # Nobody knows when a failure that was not planned began: since the rank's last sign of life at the earliest.
+    begin = detected if stopped else begin
     return Failure(faults, begin, detected, max(detected, last_out), max(last_out, agreed), stopped)
 
 
@@ -175,10 +176,11 @@ def _paint_end(pen: _Pen, run: RunTimeline, rank: RankTimeline, attempt: Attempt
     faults = run.between({"fault"}, attempt.begin, run.end)
     begin = max(pen.at, faults[0].time) if faults else pen.at
     noticed = run.detections(begin - _SKEW_S, run.end)
-    pen.to(begin if faults or not noticed else noticed[0].time, pending)
     if not faults and not noticed:
         pen.to(run.end, pending)
         return
+    stopped = bool(run.between({"stopping"}, attempt.begin, run.end)) and bool(noticed)
+    pen.to(noticed[0].time if stopped and not faults else begin, pending)
     pen.to(noticed[0].time if noticed else run.end, "detect")
     out = run.exits(pen.at - _SKEW_S, run.end)
     pen.to(out[-1].time if out else run.end, "teardown")

@@ -31,7 +31,8 @@ PHASES = ("detect", "teardown", "rendezvous", "communicator", "model", "load", "
 @dataclass(frozen=True)
 class Recovery:
     type: str
-    """The planned fault's; ``unplanned`` for a failure that nobody planned, ``stop`` for SIGTERM (t0 is t1 in both)."""
+    """The planned fault's; ``unplanned`` for any other failure, whose t0 is the reference rank's last sign of life
+    before it (early by up to a step); ``stop`` for SIGTERM, whose t0 is t1."""
     step: int
     """At whose beginning the fault fired; for an unplanned one the step that could not be done."""
     rank: int | None
