@@ -15,7 +15,7 @@ def generations(pods, rank):
     return [event["generation"] for event in pods.events(f"rank{rank}", "attempt")]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_crash_kill_and_hang_restart_the_workers_of_all_pods(tmp_path):
     """Warm workers; rank 0 is killed too; then the fork server itself, after which workers start cold."""
     plan = [
@@ -47,7 +47,7 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_replaced_pods_join_the_run_again(tmp_path):
     """F21: pod 1 is lost twice, with its launcher; all ranks agree on each generation. In-process first, layered.
 
@@ -76,7 +76,7 @@ def test_replaced_pods_join_the_run_again(tmp_path):
     assert {generation for _, generation in done} == other, "no rank took a step in a generation of its own"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_node_where_failures_keep_beginning_is_given_up(tmp_path):
     plan = [{"step": 3, "rank": 1, "type": "exception", "always": True}]
     fields = {"recovery.arm": "in-job", "recovery.max_node_faults": 2, "recovery.max_no_progress": 9}
@@ -86,7 +86,7 @@ def test_a_node_where_failures_keep_beginning_is_given_up(tmp_path):
     assert pods.events("pod1", "launcher_end")[0]["reason"] == "the last 2 failures began on node node-1"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_one_pod_that_is_told_to_stop_is_waited_for(tmp_path):
     """SIGTERM of one pod (its node is drained): all save after the same step, that pod leaves, the other waits."""
     fields = {"recovery.arm": "layered", "recovery.warm_workers": True, "training.min_step_s": 0.05}

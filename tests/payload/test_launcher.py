@@ -109,7 +109,7 @@ def test_a_second_launcher_of_an_index_waits_for_the_next_session(tmp_path, monk
 
 
 @pytest.mark.launched
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_baseline_container_restarts_pod_loss_and_stop(tmp_path):
     """One run through all that ends a pod of the baseline; this test plays the kubelet.
 
@@ -142,7 +142,7 @@ def test_baseline_container_restarts_pod_loss_and_stop(tmp_path):
 
 
 @pytest.mark.launched
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_no_progress_ends_the_run_and_every_later_start(tmp_path):
     """F25: its own exit code on all pods, tries printed, and the marker that stops the baseline's kubelet."""
     plan = [{"step": 3, "rank": 1, "type": "exception", "always": True}]
@@ -160,7 +160,7 @@ def test_no_progress_ends_the_run_and_every_later_start(tmp_path):
 
 
 @pytest.mark.launched
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_refused_configuration_and_killed_launcher(tmp_path):
     """A worker that refuses its configuration is not restarted; a SIGKILLed launcher leaves nothing behind."""
     plan = [{"step": 1, "rank": 1, "type": "leave"}, {"step": 2, "rank": 1, "type": "hang"}]

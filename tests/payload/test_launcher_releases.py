@@ -85,9 +85,12 @@ def test_command_line_of_each_release_nvrx(tmp_path, release):
     for pod in pods:
         assert pod["nnodes"] == "4:4", "no node may train alone"
         assert (pod["nproc"], pod["restarts"]) == ("2", 20)
-        assert (pod["heartbeat"], pod["initial"]) == (FAST["timeouts.heartbeat_s"], 60.0)
+        assert (pod["heartbeat"], pod["initial"]) == (
+            FAST["timeouts.heartbeat_s"],
+            FAST["timeouts.initial_heartbeat_s"],
+        )
         assert pod["check"] == 0.5 and pod["monitor_interval"] == 0.1
-        assert "last_call_timeout=1" in pod["conf"] and "join_timeout=60" in pod["conf"]
+        assert "last_call_timeout=1" in pod["conf"] and "join_timeout=120" in pod["conf"]
         assert (pod["command"], pod["arguments"]) == ("python", ["client.py", "module"])
 
 
