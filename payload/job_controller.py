@@ -20,7 +20,8 @@ BACKOFF_RAW_S = 10.0
 """First back-off of the kubelet and of the Job controller; both double it each time."""
 CONTAINER_BACKOFF_MAX_RAW_S = 300.0
 CONTAINER_RESET_RAW_S = 600.0
-"""A container whose crash comes later than this after the last one starts over without back-off."""
+"""A container whose crash comes later than this after the last one starts over without back-off. Back-off counts as
+it would have been on a cluster, the container's own time as it was."""
 POD_BACKOFF_MAX_RAW_S = 600.0
 NODE_GRACE_RAW_S = 50.0
 """Silence of a kubelet until its node counts as unreachable (node-monitor-grace-period)."""
@@ -46,6 +47,8 @@ class Pod:
     backoff_raw_s: float = 0.0
     """What the next crash will wait."""
     crashed_at: float | None = None
+    waited_raw_s: float = 0.0
+    """Back-off after the last crash."""
 
 
 class Kubelet(Protocol):
@@ -264,10 +267,13 @@ class JobController:
 
     def _restart_later(self, pod: Pod, now: float) -> None:
         """The kubelet restarts a first crash at once and lets later ones wait 10, 20, 40 ... 300 s."""
-        settled = pod.crashed_at is None or now - pod.crashed_at > CONTAINER_RESET_RAW_S / self._speedup
-        raw_s = 0.0 if settled else pod.backoff_raw_s
+        quiet_raw_s = float("inf")
+        if pod.crashed_at is not None:
+            ran_s = now - pod.crashed_at - pod.waited_raw_s / self._speedup
+            quiet_raw_s = pod.waited_raw_s + ran_s
+        raw_s = 0.0 if quiet_raw_s > CONTAINER_RESET_RAW_S else pod.backoff_raw_s
         pod.backoff_raw_s = min(CONTAINER_BACKOFF_MAX_RAW_S, max(BACKOFF_RAW_S, raw_s * 2.0))
-        pod.crashed_at, pod.state = now, "backoff"
+        pod.crashed_at, pod.waited_raw_s, pod.state = now, raw_s, "backoff"
 
         def restart(later: float) -> None:
             if raw_s:

@@ -13,22 +13,14 @@ class Cluster:
     """Steps through time; pods do nothing until the test ends their container."""
 
     def __init__(
-        self, arm: str, *, num_nodes: int = 2, backoff_limit: int = 6, node_deletion_raw_s: float | None = 300
-    ):
-        given = RunConfig().with_overrides(
-            {"recovery.arm": arm, "parallelism.device": "cpu", "parallelism.num_nodes": num_nodes}
-        )
-        job = job_of(render(given, LOCAL))
-        job["spec"]["backoffLimit"] = backoff_limit
-        self.now = 0.0
-        self.events: list[tuple[float, str, dict[str, Any]]] = []
-        self.calls: list[tuple[str, int]] = []
-        self.controller = JobController(
-            JobSpec.of(job), self, self._record, speedup=1, node_deletion_raw_s=node_deletion_raw_s
-        )
-        self.controller.tick(self.now)
-
-    def _record(self, kind: str, **fields: Any) -> None:
+        self,
+        arm: str,
+        *,
+        num_nodes: int = 2,
+        backoff_limit: int = 6,
+        node_deletion_raw_s: float | None = 300,
+        speedup: float = 1,
+    ) -> None:
         self.events.append((self.now, kind, fields))
 
     def start_pod(self, pod: Pod) -> None:
@@ -85,6 +77,18 @@ def test_ten_quiet_minutes_reset_the_back_off() -> None:
     cluster.pass_time(601)
     cluster.ends(0, 1)
     assert cluster.controller.next_deadline() == cluster.now
+
+
+def test_a_fast_clock_does_not_shorten_the_ten_minutes_that_a_container_has_to_run() -> None:
+    """Else the back-off that a comparison shows would hang on the speed of the machine."""
+    cluster = Cluster("kubernetes", backoff_limit=100, speedup=50)
+    for _ in range(3):
+        cluster.pass_time(100)
+        cluster.ends(0, 1)
+    assert cluster.controller.next_deadline() == cluster.now + 20 / 50
+    cluster.pass_time(1 + 581)
+    cluster.ends(0, 1)
+    assert cluster.controller.next_deadline() == cluster.now, "20 s of back-off and more than 580 s of its own"
 
 
 def test_on_failure_restarts_of_all_pods_count_towards_the_limit() -> None:
