@@ -21,6 +21,20 @@ class Cluster:
         node_deletion_raw_s: float | None = 300,
         speedup: float = 1,
     ) -> None:
+        given = RunConfig().with_overrides(
+            {"recovery.arm": arm, "parallelism.device": "cpu", "parallelism.num_nodes": num_nodes}
+        )
+        job = job_of(render(given, LOCAL))
+        job["spec"]["backoffLimit"] = backoff_limit
+        self.now = 0.0
+        self.events: list[tuple[float, str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, int]] = []
+        self.controller = JobController(
+            JobSpec.of(job), self, self._record, speedup=speedup, node_deletion_raw_s=node_deletion_raw_s
+        )
+        self.controller.tick(self.now)
+
+    def _record(self, kind: str, **fields: Any) -> None:
         self.events.append((self.now, kind, fields))
 
     def start_pod(self, pod: Pod) -> None:
