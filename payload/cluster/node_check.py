@@ -24,7 +24,8 @@ BANDWIDTH = "bandwidth_gb_s="
 _WRITE_BYTES = 1 << 28
 _BLOCK_BYTES = 1 << 22
 _BANDWIDTH_S = 600.0
-_CHOSEN = re.compile(r"NCCL INFO Using network (.+)")
+_CHOSEN = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$", re.MULTILINE)
+"""The second form is that of NCCL 2.27 and later."""
 
 
 @dataclass(frozen=True)

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Sequence
 
 from payload.cluster import jobs
 from payload.cluster.kubectl import ClusterError, condition, wait_until
 from payload.cluster.target import EXIT_FAILED, Target, command, number, parser, read, say
-from payload.manifests import COMPONENT_LABEL, JOB_LABEL, Manifest, render
+from payload.manifests import COMPONENT_LABEL, JOB_LABEL, Manifest, job_of, render
 
 PREFLIGHT = "preflight"
 EFA_SHARE_GB_S = 4.0
 """Bus bandwidth asked for of each EFA device: a third of 100 Gbit/s. NCCL over sockets stays below 10 GB/s in all."""
 WRITE_MB_S = 100.0
 """Of one writer; the smallest SCRATCH_2 file system takes 240 MB/s from all (200 MB/s a TiB)."""
+JOB_S = 1800
 POLL_S = 5.0
 
 
 def objects(target: Target, bus_gb_s: float, write_mb_s: float) -> list[Manifest]:
-    """The run's own objects, pods and all, with another command and name."""
-    found = copy.deepcopy(render(target.config, target.deployment))
-    old = jobs.name_of(found[-1])
-    new = f"{old.rpartition('-')[0]}-check"
-    text_old, text_new = old, new
-    renamed = [_renamed(item, text_old, text_new) for item in found]
-    job = renamed[-1]
-    job["spec"]["backoffLimit"] = 0
-    job["spec"].pop("podFailurePolicy", None)
-    job["spec"]["activeDeadlineSeconds"] = 1800
-    template = job["spec"]["template"]
-    template["spec"]["restartPolicy"] = "Never"
-    for labels in (*(item["metadata"]["labels"] for item in renamed), template["metadata"]["labels"]):
-        labels[COMPONENT_LABEL] = PREFLIGHT
-    template["spec"]["containers"][0]["command"] = [
+    """The run's own objects and pods, with another command and name; nothing is tried twice."""
+    command = (
         *("python", "-m", "payload.cluster.node_check"),
         f"--num-efa={target.deployment.num_efa}",
         f"--bus-gb-s={bus_gb_s:g}",
         f"--write-mb-s={write_mb_s:g}",
-    ]
-    return renamed
-
-
-def _renamed(value: Manifest, old: str, new: str) -> Manifest:
-    def walk(item: object) -> object:
-        if isinstance(item, dict):
-            return {key: walk(inner) for key, inner in item.items()}
-        if isinstance(item, list):
-            return [walk(inner) for inner in item]
-        return item.replace(old, new) if isinstance(item, str) else item
-
-    renamed = walk(value)
-    assert isinstance(renamed, dict)
-    return renamed
+    )
+    place = dataclasses.replace(target.deployment, command=command, name_prefix="check", max_s=JOB_S)
+    found = render(target.config, place)
+    spec = job_of(found)["spec"]
+    spec["backoffLimit"] = 0
+    spec.pop("podFailurePolicy", None)
+    spec["template"]["spec"]["restartPolicy"] = "Never"
+    for labels in (*(item["metadata"]["labels"] for item in found), spec["template"]["metadata"]["labels"]):
+        labels[COMPONENT_LABEL] = PREFLIGHT
+    return found
 
 
 @command

@@ -103,13 +103,7 @@ class TrainingPayload(Construct):
         self.data = self._prepare(config, prepare_data, before_pods)
         rendered = render(config, deployment)
         self.job_name = str(job_of(rendered)["metadata"]["name"])
-        gate = JobGate(
-            namespace=deployment.namespace,
-            selector=JOB_SELECTOR,
-            replaces={**JOB_SELECTOR, COMPONENT_LABEL: TRAINING, RUN_LABEL: config.run_id},
-            on_change=on_change,
-        )
-        self.job = self._objects("Job", rendered, jobs=gate)
+        self.job = self._objects("Job", rendered, jobs=self._gate(config, on_change))
         for dependency in [*before_pods, *([self.data.resource] if self.data else [])]:
             self.job.resource.node.add_dependency(dependency)
         self.settings = self._objects("Settings", [self._settings(gpu_group)])
@@ -117,6 +111,15 @@ class TrainingPayload(Construct):
 
     def _objects(self, id: str, items: Sequence[dict[str, Any]], jobs: JobGate | None = None) -> KubernetesObjects:
         return KubernetesObjects(self, id, provider=self._provider, objects=items, jobs=jobs)
+
+    def _gate(self, config: RunConfig, on_change: OnChange) -> JobGate:
+        """On delete every Job of ours ends; a changed spec ends the Jobs of its own run only."""
+        return JobGate(
+            namespace=self._deployment.namespace,
+            selector=JOB_SELECTOR,
+            replaces={**JOB_SELECTOR, COMPONENT_LABEL: TRAINING, RUN_LABEL: config.run_id},
+            on_change=on_change,
+        )
 
     def _namespace_objects(self) -> list[dict[str, Any]]:
         deployment = self._deployment
