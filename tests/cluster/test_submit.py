@@ -95,6 +95,23 @@ def test_all_that_a_bare_cluster_gets_is_valid(version: str) -> None:
             kubernetes_validate.validate(item, version, strict=True)
 
 
+def test_the_profile_in_the_docs_reaches_a_gpu_cluster_of_others(cluster: FakeCluster, tmp_path: Path) -> None:
+    """No stack, no device of ours: the claim is the user's, and the pods ask for what the profile says."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    profile = tmp_path / "my-cluster.toml"
+    profile.write_text(text.split("```toml\n")[1].split("```")[0])
+    cluster.put(
+        {"kind": "Namespace", "metadata": {"name": "research"}},
+        {"kind": "PersistentVolumeClaim", "metadata": {"name": "shared", "namespace": "research"}},
+    )
+    assert main(["submit", "--profile", str(profile), "--prepare-data", ""]) == 0
+    (name,) = cluster.names("job")
+    pod = cluster.object("job", name)["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
+    assert {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}} in pod["volumes"]
+    assert {"name": "NCCL_NET", "value": "AWS Libfabric"} in pod["containers"][0]["env"]
+
+
 def test_what_is_there_already_stays(cluster: FakeCluster) -> None:
     """An existing namespace and claim are used as they are, whoever made them."""
     cluster.put(
