@@ -160,8 +160,17 @@ def _run_steps(program: _Program) -> None:
         if agreed.num_stopping and not last:
             session.stopped = True
             session.events.emit("stopping", step=program.step)
+        memory_interval = config.checkpoint.memory_interval
+        if memory_interval and program.step % memory_interval == 0:
+            _snapshot(program)
         if last or session.stopped or program.step % config.checkpoint.interval == 0:
             _save(program)
+
+
+def _snapshot(program: _Program) -> None:
+    session, step = program.session, program.step
+    stall_s = session.checkpointer.snapshot(step, program.state.state_dict())
+    session.events.emit("snapshot", step=step, stall_s=stall_s)
 
 
 def _save(program: _Program) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from payload.checkpoint.base import Checkpointer
-from payload.checkpoint.durable import SyncCheckpointer
+from payload.checkpoint.durable import DurableCheckpointer, SyncCheckpointer
+from payload.checkpoint.memory import MemoryTier
+from payload.checkpoint.tiered import TieredCheckpointer
 from payload.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -19,6 +21,12 @@ def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Check
 
     Raises ConfigError where the mode needs a library that is not there.
     """
+    memory = MemoryTier(config, device) if config.checkpoint.memory_interval else None
+    durable = _durable(config, events, memory)
+    return durable if memory is None else TieredCheckpointer(durable, memory, events)
+
+
+def _durable(config: RunConfig, events: EventLog, memory: MemoryTier | None) -> DurableCheckpointer:
     if config.checkpoint.mode == "sync":
         return SyncCheckpointer(config, events)
     try:
@@ -27,4 +35,4 @@ def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Check
         raise ConfigError(
             f"checkpoint.mode: {config.checkpoint.mode}, which needs nvidia-resiliency-ext ({error}); legal here: sync"
         ) from error
-    return AsyncCheckpointer(config, events)
+    return AsyncCheckpointer(config, events, stager=memory)

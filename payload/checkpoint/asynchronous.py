@@ -23,7 +23,7 @@ from payload.checkpoint.durable import Attempt, Durable
 from payload.checkpoint.job import Job
 from payload.checkpoint.peers import Peers
 from payload.checkpoint.publication import Publication
-from payload.checkpoint.stage import Layout, Place, Slab, copy_in, local_tensors, plain_values
+from payload.checkpoint.stage import Place, SlabStager, Staged, Stager
 from payload.checkpoint.writer import AsyncWriter
 from payload.config import RunConfig
 
@@ -53,13 +53,19 @@ class _Plan:
     """On rank 0."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """This rank's part of a save, being written."""
 
     step: int
-    ticket: str
+    job: Job
     deadline: float
+    submitted: bool = False
+    """The copy was whole, and the writer has the job."""
+
+    @property
+    def ticket(self) -> str:
+        return self.job.ticket
 
 
 @dataclass
@@ -75,66 +81,65 @@ class _Saving:
     abandoned: bool = False
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A copy of the state at one step, somewhere in shared memory."""
-
-    path: Path
-    base_bytes: int
-    layout: Layout
-    plain: Mapping[str, Any]
-
-
 class AsyncCheckpointer(Durable):
     """Modes ``async`` (DCP layout) and ``async-local`` (one file a rank)."""
 
-    def __init__(self, config: RunConfig, events: EventLog, writer: AsyncWriter | None = None) -> None:
-        """``writer``: a warm one to use and to leave open."""
+    def __init__(
+        self,
+        config: RunConfig,
+        events: EventLog,
+        *,
+        stager: Stager | None = None,
+        writer: AsyncWriter | None = None,
+    ) -> None:
+        """Args:
+        stager: where the copies are kept; closed with this object. None: a buffer of its own.
+        writer: a warm one to use and to leave open. None: one of its own.
+        """
         super().__init__(config, events)
         self.mode = config.checkpoint.mode
         self._local = self.mode == "async-local"
         self._owns_writer = writer is None
         self._writer = writer or AsyncWriter()
-        self._slab: Slab | None = None
+        self._stager: Stager = stager or SlabStager()
         self._saving = _Saving()
 
     def begin_attempt(self, rank: int, world_size: int) -> None:
         super().begin_attempt(rank, world_size)
         self._saving = _Saving()
+        self._stager.release()
         self._writer.start()
 
     def save(self, step: int, state: StateDict) -> float:
         started = time.monotonic()
         attempt, peers = self._joined()
         self._await_own_part()
-        self._submit(step, state, self._stage(state), attempt, peers)
+        # The only part of a save that grows with the size of the state.
+        staged = self._stager.stage(step, state)
+        self._begin(step, state, staged, attempt, peers)
         return time.monotonic() - started
 
-    def _stage(self, state: StateDict) -> Staged:
-        """The only part of a save that grows with the size of the state."""
-        tensors = local_tensors(state)
-        layout = Layout.of(tensors)
-        if self._slab is None or self._slab.size_bytes < layout.size_bytes:
-            self._drop_slab()
-            self._slab = Slab.anonymous(layout.size_bytes)
-        copy_in(tensors, {place.name: self._slab.tensor(place) for place in layout.places})
-        return Staged(self._slab.path, 0, layout, plain_values(state))
-
-    def _submit(self, step: int, state: StateDict, staged: Staged, attempt: Attempt, peers: Peers) -> None:
+    def _begin(self, step: int, state: StateDict, staged: Staged, attempt: Attempt, peers: Peers) -> None:
         """Collective in the first save of an attempt. Raises CheckpointError where that cannot be planned."""
         saving = self._saving
         draft = self._draft(step, attempt)
         if not self._local and saving.plan is None:
             saving.plan = _plan(state, draft, peers)
         self._writer.start()
-        ticket = draft.name
-        saving.pending = _Pending(step, ticket, time.monotonic() + self._limit_s)
-        self._writer.submit(self._job(ticket, draft, staged, attempt.rank))
+        saving.pending = _Pending(step, self._job(draft, staged, attempt.rank), time.monotonic() + self._limit_s)
+        self._submit_ready()
         if attempt.rank == 0:
             self._publish(draft, step, attempt)
 
-    def _job(self, ticket: str, draft: Path, staged: Staged, rank: int) -> Job:
-        common = (ticket, self._writer.address, draft, rank, staged.path, staged.base_bytes)
+    def _submit_ready(self) -> None:
+        """Hands the job on once its copy is whole: at once, or some step later."""
+        pending = self._saving.pending
+        if pending is not None and not pending.submitted and self._stager.is_ready(pending.step):
+            self._writer.submit(pending.job)
+            pending.submitted = True
+
+    def _job(self, draft: Path, staged: Staged, rank: int) -> Job:
+        common = (draft.name, self._writer.address, draft, rank, staged.path)
         plan = self._saving.plan
         if plan is None:
             return Job(*common, places=staged.layout.places, plain=pickle.dumps(dict(staged.plain)))
@@ -172,11 +177,12 @@ class AsyncCheckpointer(Durable):
         attempt, saving = self._attempt, self._saving
         if attempt is None:
             return
+        self._submit_ready()
         for report in self._writer.reports():
             pending = saving.pending
             if pending is None or report.ticket != pending.ticket:
                 continue  # A save of an abandoned attempt.
-            saving.pending = None
+            self._end_own_part()
             if report.reason:
                 self._fail(attempt, pending, report.reason)
             elif attempt.rank:
@@ -189,14 +195,18 @@ class AsyncCheckpointer(Durable):
             elif not publication.cancelled:
                 self._events.emit("save_done", step=publication.step, write_s=publication.write_s)
 
+    def _end_own_part(self) -> None:
+        self._saving.pending = None
+        self._stager.release()
+
     def _check_writer(self, attempt: Attempt) -> None:
         pending, death = self._saving.pending, self._writer.death()
         if death is not None:
-            self._saving.pending = None
+            self._end_own_part()
             self._fail(attempt, pending, death)
             self._writer.start()
         elif pending is not None and time.monotonic() > pending.deadline:
-            self._saving.pending = None
+            self._end_own_part()
             self._fail(attempt, pending, f"not written after {self._limit_s:.0f} s")
 
     def _fail(self, attempt: Attempt, pending: _Pending | None, reason: str) -> None:
@@ -250,12 +260,7 @@ class AsyncCheckpointer(Durable):
         super().close()
         if self._owns_writer:
             self._writer.close()
-        self._drop_slab()
-
-    def _drop_slab(self) -> None:
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
+        self._stager.close()
 
 
 def _plan(state: StateDict, draft: Path, peers: Peers) -> _Plan:

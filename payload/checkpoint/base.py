@@ -41,8 +41,18 @@ class Checkpointer(Protocol):
         """Collective. Starts (async) or does (sync) a save; returns this rank's blocking time in seconds."""
         ...
 
+    def snapshot(self, step: int, state: StateDict) -> float:
+        """Not collective; every ``memory_interval`` steps where that is set: a copy in node memory.
+
+        Called before a save of the same step, which then takes its data from it. Returns the time that training was
+        held up, in seconds. Raises CheckpointError where the snapshot before failed or does not end.
+        """
+        ...
+
     def poll(self) -> str | None:
-        """Not collective, once a step: the reason of a failed save or dead writer on this rank, else None.
+        """Not collective, once a step, between backward and update.
+
+        Returns the reason of a failed save or snapshot or of a dead writer on this rank, else None.
 
         The loop reduces it over ranks, so that all raise at the same step.
         """

@@ -6,14 +6,14 @@ import secrets
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from payload.checkpoint.base import CheckpointError, Loaded, StateDict
+from payload.checkpoint.base import Checkpointer, CheckpointError, Loaded, StateDict
 from payload.checkpoint.folder import FileEntry, Manifest, SaveFolder, describe_file
 from payload.checkpoint.loading import Loader
 from payload.checkpoint.peers import Peers
@@ -39,6 +39,14 @@ class Attempt:
     """The same on all ranks; a save that is repeated gets a draft of its own too."""
     failures: deque[str] = field(default_factory=deque)
     """Of saves, not yet reported by poll()."""
+
+
+class DurableCheckpointer(Checkpointer, Protocol):
+    """What the memory tier needs beyond a Checkpointer."""
+
+    def peers(self) -> Peers: ...
+
+    def newest_step(self) -> int: ...
 
 
 class Durable:
@@ -71,6 +79,17 @@ class Durable:
             attempt.token = peers.on_first(lambda: secrets.token_hex(4), "beginning an attempt")
             attempt.peers = peers
         return attempt, attempt.peers
+
+    def peers(self) -> Peers:
+        """Collective the first time in an attempt."""
+        return self._joined()[1]
+
+    def newest_step(self) -> int:
+        """Collective: of the saves that look complete; 0 where there is none."""
+        return self._loader.newest_step(self.peers())
+
+    def snapshot(self, step: int, state: StateDict) -> float:
+        raise CheckpointError("no memory tier; legal: checkpoint.memory_interval of at least 1")
 
     def load(self, state: StateDict) -> Loaded | None:
         _, peers = self._joined()

@@ -43,8 +43,7 @@ class Job:
     draft: Path
     rank: int
     slab: Path
-    base_bytes: int
-    """Where in the slab the copy begins."""
+    """The copy to write from."""
     items: tuple[tuple[WriteItem, Place | bytes], ...] = ()
     """``dcp`` layout: what this rank writes, and where it lies."""
     num_files: int = 1
@@ -94,7 +93,7 @@ def _write_buckets(job: Job) -> list[WriteResult]:
     buckets = []
     for number, items in enumerate(split(job.items, job.num_files)):
         texts = [(item, BytesIO(data)) for item, data in items if isinstance(data, bytes)]
-        tensors = [(item, slab.tensor(p, job.base_bytes)) for item, p in items if isinstance(p, Place)]
+        tensors = [(item, slab.tensor(p)) for item, p in items if isinstance(p, Place)]
         name = f"__{job.rank}_{number}.distcp"
         buckets.append((str(job.draft / name), name, (texts, tensors)))
     outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -134,7 +133,7 @@ def split(
 def _write_one_file(job: Job) -> list[WriteResult]:
     slab = Slab.map(job.slab, private=True)
     content = {
-        "tensors": {place.name: slab.tensor(place, job.base_bytes) for place in job.places},
+        "tensors": {place.name: slab.tensor(place) for place in job.places},
         "plain": pickle.loads(job.plain),
     }
     with (job.draft / local_name(job.rank)).open("wb") as file:

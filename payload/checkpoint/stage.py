@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -132,12 +132,12 @@ class Slab:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes, offset=offset_bytes)
 
-    def tensor(self, place: Place, base_bytes: int = 0) -> Tensor:
+    def tensor(self, place: Place) -> Tensor:
         """The memory itself, with a storage of just this size: torch.save then writes no more than this."""
         if place.size_bytes == 0:
             return torch.empty(place.shape, dtype=place.dtype)
         count = place.size_bytes // place.dtype.itemsize
-        flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=base_bytes + place.offset_bytes)
+        flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.offset_bytes)
         return flat.reshape(place.shape)
 
     def close(self) -> None:
@@ -145,6 +145,59 @@ class Slab:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A copy of this rank's part of the state at one step, in shared memory."""
+
+    path: Path
+    layout: Layout
+    plain: Mapping[str, Any]
+
+
+class Stager(Protocol):
+    """Where an async save takes its data from."""
+
+    def stage(self, step: int, state: StateDict) -> Staged:
+        """The copy of this step; it stays as it is until release(). May still be under way."""
+        ...
+
+    def is_ready(self, step: int) -> bool:
+        """The copy is whole. Never blocks."""
+        ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SlabStager:
+    """A buffer of its own; training waits for the copy."""
+
+    def __init__(self) -> None:
+        self._slab: Slab | None = None
+
+    def stage(self, step: int, state: StateDict) -> Staged:
+        tensors = local_tensors(state)
+        layout = Layout.of(tensors)
+        if self._slab is None or self._slab.size_bytes < layout.size_bytes:
+            self.close()
+            self._slab = Slab.anonymous(layout.size_bytes)
+        slab = self._slab
+        copy_in(tensors, {place.name: slab.tensor(place) for place in layout.places})
+        return Staged(slab.path, layout, plain_values(state))
+
+    def is_ready(self, step: int) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
 
 
 def copy_in(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:

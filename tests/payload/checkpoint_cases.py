@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -19,13 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from payload.checkpoint import folder as folder_module
-from payload.checkpoint import loading, stage
+from payload.checkpoint import loading, slots, stage
+from payload.checkpoint import memory as memory_module
 from payload.checkpoint.asynchronous import AsyncCheckpointer
 from payload.checkpoint.base import CheckpointError
 from payload.checkpoint.durable import SyncCheckpointer
 from payload.checkpoint.folder import Manifest, SaveFolder
+from payload.checkpoint.memory import MemoryTier
+from payload.checkpoint.slots import RunMemory
+from payload.checkpoint.tiered import TieredCheckpointer
 from payload.checkpoint.writer import AsyncWriter
-from payload.config import RunConfig
+from payload.config import ConfigError, RunConfig
 
 LIMIT_S = 60.0
 SHAPES = {"first.weight": (7, 13), "first.bias": (7,), "second.weight": (3, 7), "second.bias": (3,)}
@@ -117,7 +122,7 @@ class Context:
         if mode == "sync":
             made = SyncCheckpointer(config, self.events)
         else:
-            made = AsyncCheckpointer(config, self.events, self.writer)
+            made = AsyncCheckpointer(config, self.events, writer=self.writer)
         self._made.append(made)
         made.begin_attempt(self.rank, size or self.size)
         return made
@@ -561,3 +566,220 @@ def dead_writer(context: Context) -> list[str | None]:
         os.kill(pid, 0)
         raise AssertionError("the writer outlived its checkpointer")
     return reasons
+
+
+def tiered(context: Context, *, stager_interval: int = 1, **overrides: Any) -> Any:
+    """Both tiers over the warm writer."""
+    config = context.config(
+        checkpoint__mode="async",
+        checkpoint__memory_interval=stager_interval,
+        checkpoint__memory_dir=str(context.folder / f"pod{context.rank}"),
+        **overrides,
+    )
+    (context.folder / f"pod{context.rank}").mkdir(exist_ok=True)
+    memory = MemoryTier(config, torch.device("cpu"))
+    durable = AsyncCheckpointer(config, context.events, stager=memory, writer=context.writer)  # type: ignore[arg-type]
+    made = TieredCheckpointer(durable, memory, context.events)  # type: ignore[arg-type]
+    context._made.append(made)
+    made.begin_attempt(context.rank, dist.get_world_size())
+    return made
+
+
+def snapshots(context: Context, checkpointer: Any, steps: list[int]) -> dict[str, Any]:
+    """The steps of a run: a collective, then a snapshot of what the update has left."""
+    state = make_state(0)
+    for step in steps:
+        assert context.agree(checkpointer.poll()) == [None] * dist.get_world_size()
+        overwrite(state, step)
+        state["note"] = f"step {step}"
+        checkpointer.snapshot(step, state)
+    return state
+
+
+def settled(checkpointer: Any) -> Any:
+    """The newest snapshot is published."""
+    checkpointer._memory._settle()
+    return checkpointer
+
+
+def restored(context: Context, checkpointer: Any) -> tuple[int, str]:
+    state = make_state(0)
+    loaded = checkpointer.load(state)
+    assert loaded is not None
+    assert_is(state, loaded.step)
+    assert loaded.size_bytes > 0
+    return loaded.step, loaded.tier
+
+
+def same_process(context: Context) -> tuple[int, str]:
+    """An in-process restart."""
+    checkpointer = tiered(context)
+    assert checkpointer.load(make_state(0)) is None
+    state = snapshots(context, checkpointer, [1, 2, 3, 4, 5])
+    overwrite(state, 99)  # Step 6 had begun.
+    checkpointer.abandon()
+    context.join(context.size)
+    checkpointer.begin_attempt(context.rank, context.size)
+    found = restored(context, checkpointer)
+    snapshots(context, checkpointer, [6, 7])
+    return found
+
+
+def new_process(context: Context) -> tuple[int, str]:
+    """A worker died: another object maps what the first one left. Between two objects nothing is shared but files."""
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    snapshots(context, checkpointer, [1, 2, 3])
+    settled(checkpointer)
+    return restored(context, tiered(context))
+
+
+def apart(context: Context) -> tuple[int, str]:
+    """Rank 1 died between the copy and its publication: rank 0 is one snapshot ahead."""
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    snapshots(context, checkpointer, [1, 2, 3, 4])
+    settled(checkpointer)
+    if context.rank == 1:
+        slot = checkpointer._memory._slot_of(4)
+        slot.invalidate()
+    found = restored(context, tiered(context))
+    # The other history is gone, on the rank that was ahead too.
+    assert tiered(context)._memory._memory.root.exists()
+    headers = [slot.header() for slot in checkpointer._memory._slots]
+    assert sorted(header.step for header in headers if header) == [2, 3]
+    return found
+
+
+def half_written(context: Context) -> tuple[int, str]:
+    """Killed in the middle of a copy: the slot has no header, however its bytes look."""
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    snapshots(context, checkpointer, [1, 2, 3])
+    settled(checkpointer)
+    memory = checkpointer._memory
+    if context.rank == 1:
+        slot = memory._free_slot()
+        slot.invalidate()
+        slot.slab.bytes_at(0, 40).fill_(7)
+    return restored(context, tiered(context))
+
+
+def corrupted(context: Context, all_slots: bool) -> tuple[int, str, list[str]]:
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    state = snapshots(context, checkpointer, [1, 2])
+    checkpointer.save(2, state)
+    checkpointer.drain()
+    snapshots(context, checkpointer, [3, 4])
+    settled(checkpointer)
+    if context.rank == 1:
+        for step in (2, 3, 4) if all_slots else (4,):
+            checkpointer._memory._slot_of(step).slab.bytes_at(8, 4).fill_(255)
+    step, tier = restored(context, tiered(context))
+    return step, tier, context.events.texts()
+
+
+def lost_pod(context: Context) -> tuple[int, str]:
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    state = snapshots(context, checkpointer, [1, 2])
+    checkpointer.save(2, state)
+    checkpointer.drain()
+    snapshots(context, checkpointer, [3, 4])
+    settled(checkpointer)
+    checkpointer.close()
+    if context.rank == 1:
+        shutil.rmtree(context.folder / "pod1")
+    return restored(context, tiered(context))
+
+
+def stage_once(context: Context) -> list[int]:
+    """The durable save is of the snapshot's step, although training and snapshots have gone on."""
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    state = snapshots(context, checkpointer, [1, 2])
+    stop(context)
+    checkpointer.save(2, state)
+    overwrite(state, 3)
+    for step in range(3, 12):
+        assert context.agree(checkpointer.poll()) == [None] * context.size
+        overwrite(state, step)
+        checkpointer.snapshot(step, state)
+        checkpointer.publish_ready()
+    held = sorted(settled(checkpointer)._memory.steps())
+    resume(context)
+    checkpointer.drain()
+    load_is_without_note(context, 2)
+    snapshots(context, checkpointer, [12, 13, 14])
+    return held
+
+
+def load_is_without_note(context: Context, step: int) -> None:
+    checkpointer = context.checkpointer("sync")
+    state = make_state(0)
+    loaded = checkpointer.load(state)
+    assert loaded is not None and loaded.step == step
+    state["note"] = f"step {step}"
+    assert_is(state, step)
+
+
+def lapped(context: Context) -> list[int]:
+    """Publishing takes longer than k steps: training waits, and never overwrites what the ranks have in common."""
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    original = memory_module.checksums
+
+    def slow(*arguments: Any) -> tuple[str, ...]:
+        time.sleep(0.1)
+        return original(*arguments)
+
+    memory_module.checksums = slow
+    fewest = []
+    try:
+        for step in range(1, 8):
+            snapshots(context, checkpointer, [step])
+            every: list[set[int]] = [set()] * context.size
+            dist.all_gather_object(every, checkpointer._memory.steps())
+            if step > 2:
+                fewest.append(max(set.intersection(*every), default=0) - step)
+    finally:
+        memory_module.checksums = original
+    return fewest
+
+
+def leftovers(context: Context) -> list[str]:
+    """Of another run that is over, and of one that is alive."""
+    base = context.folder / f"pod{context.rank}" / "snapshots"
+    (base / "over" / "rank0").mkdir(parents=True)
+    (base / "over" / "lock").touch()
+    alive = RunMemory(base.parent, "alive")
+    checkpointer = tiered(context)
+    checkpointer.load(make_state(0))
+    found = sorted(path.name for path in base.iterdir())
+    alive.close()
+    return found
+
+
+def no_room(context: Context) -> str:
+    original = slots.os.statvfs
+    small = os.statvfs_result((4096, 4096, 1, 0, 0, 0, 0, 0, 0, 255, 0))
+    if context.rank == 1:
+        slots.os.statvfs = lambda _: small  # type: ignore[attr-defined,assignment]
+    try:
+        with pytest.raises(ConfigError) as caught:
+            tiered(context).load(make_state(0))
+    finally:
+        slots.os.statvfs = original  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def without_snapshot(context: Context) -> tuple[int, str]:
+    """The last step of a run need not be a multiple of the interval."""
+    checkpointer = tiered(context, stager_interval=5)
+    checkpointer.load(make_state(0))
+    snapshots(context, checkpointer, [5])
+    checkpointer.save(7, make_state(7))
+    checkpointer.drain()
+    load_is(context, 7)
+    return restored(context, tiered(context))
