@@ -6,6 +6,7 @@ while a fault is not yet detected, an abandoned one never does, the last step is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -15,9 +16,7 @@ from payload.buckets import BUCKETS
 from payload.calibration import Calibration, Phases, expected_phases, layer_of
 from payload.config import RunConfig, TimeoutConfig
 from payload.goodput import RunReport
-
-BACKOFF_RAW_S, BACKOFF_MAX_RAW_S, BACKOFF_RESET_RAW_S = 10.0, 300.0, 600.0
-"""The kubelet's: a first crash is restarted at once, later ones wait 10, 20, 40 ... 300 s; forgotten after 10 min."""
+from payload.job_controller import BACKOFF_RAW_S, CONTAINER_BACKOFF_MAX_RAW_S, CONTAINER_RESET_RAW_S
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class _Run:
         """Step of the save that is being written, and when it is done."""
         self._snapshot = 0
         self._crashed_at: float | None = None
-        self._backoff_raw_s = 0.0
+        self._backoff_raw_s = self._waited_raw_s = 0.0
 
     def play(self) -> Prediction:
         scenario, c = self._scenario, self._c
@@ -188,11 +187,14 @@ class _Run:
         return phases
 
     def _backoff_s(self) -> float:
-        speedup = self._scenario.speedup
-        settled = self._crashed_at is None or self._now - self._crashed_at > BACKOFF_RESET_RAW_S / speedup
-        raw_s = 0.0 if settled else self._backoff_raw_s
-        self._backoff_raw_s = min(BACKOFF_MAX_RAW_S, max(BACKOFF_RAW_S, 2 * raw_s))
-        self._crashed_at = self._now
+        """As job_controller.py: back-off counts in raw seconds, the container's own time as it was."""
+        speedup, waited_raw_s = self._scenario.speedup, self._waited_raw_s
+        quiet_raw_s = math.inf
+        if self._crashed_at is not None:
+            quiet_raw_s = self._now - self._crashed_at - waited_raw_s / speedup + waited_raw_s
+        raw_s = 0.0 if quiet_raw_s > CONTAINER_RESET_RAW_S else self._backoff_raw_s
+        self._backoff_raw_s = min(CONTAINER_BACKOFF_MAX_RAW_S, max(BACKOFF_RAW_S, 2 * raw_s))
+        self._crashed_at, self._waited_raw_s = self._now, raw_s
         return raw_s / speedup
 
     def _resume(self, fault_type: str) -> int:
