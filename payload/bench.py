@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--repeats", type=int, default=5, help="faults a cell (default 5)")
     parser.add_argument("--spacing", type=int, default=10, help="steps between two faults (default 10)")
-    parser.add_argument("--only", default="", help="cases to run, by the beginning of their names, comma-separated")
+    parser.add_argument("--only", default="", help="cases to run, comma-separated (default all)")
     parser.add_argument("--folder", default="", help="where summaries are kept (default .demo/bench-<kind>-<profile>)")
     parser.add_argument("--out", required=True, help="the JSON file of all summaries")
     given = parser.parse_args(argv)
@@ -50,10 +50,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--repeats, --spacing: legal: from 1 on")
     found = settings.read(given)
     cases = recovery_cases(found.config, given.repeats, given.spacing) if given.kind == "recovery" else article_cases()
-    wanted = tuple(part for part in given.only.split(",") if part)
-    chosen = [case for case in cases if not wanted or case.name.startswith(wanted)]
-    if not chosen:
-        parser.error(f"--only: {given.only!r}; legal: {', '.join(case.name for case in cases)}")
+    names = [case.name for case in cases]
+    wanted = given.only.split(",") if given.only else names
+    if not set(wanted) <= set(names):
+        parser.error(f"--only: {given.only!r}; legal: {', '.join(names)}")
+    chosen = [case for case in cases if case.name in wanted]
     folder = Path(given.folder) if given.folder else CHECKOUT / ".demo" / f"bench-{given.kind}-{found.profile.stem}"
     console = default_console()
     command = f"python -m payload bench {' '.join(argv)}"

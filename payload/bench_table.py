@@ -1,4 +1,4 @@
-"""``python -m payload bench-table FILE``: the Markdown tables of docs/performance.md, from a file that bench wrote."""
+"""``python -m payload bench-table FILE...``: the Markdown tables of docs/performance.md, from files that bench wrote."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ GB = 1e9
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m payload bench-table", description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", help="of one machine; their cases go into one table")
     given = parser.parse_args(argv)
-    sys.stdout.write(tables(json.loads(given.file.read_text())))
+    sys.stdout.write(tables(merged([json.loads(path.read_text()) for path in given.files])))
     return 0
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The cases of all files under the facts of the first."""
+    return {**results[0], "cases": {name: case for result in results for name, case in result["cases"].items()}}
 
 
 def tables(results: dict[str, Any]) -> str:
