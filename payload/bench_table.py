@@ -1,4 +1,4 @@
-"""``python -m payload bench-table FILE...``: the Markdown tables of docs/performance.md, from files that bench wrote."""
+"""``python -m payload bench-table FILE...``: the tables of docs/performance.md, from files that bench wrote."""
 
 from __future__ import annotations
 
