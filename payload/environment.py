@@ -7,6 +7,7 @@ ConfigError that names it and says what is legal.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,61 @@ class WorkerEnvironment:
             runner_dir=_path(values, RUNNER),
             warm=values.get(WARM) == "1",
         )
+
+
+@dataclass(frozen=True)
+class AgentEnvironment:
+    """What torchrun tells a script that it started, without this package's launcher."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: int
+    node_rank: int
+    store_host: str
+    store_port: int
+    """The store in the agent of node 0."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.ranks_per_node
+
+    def worker(self, config: RunConfig) -> WorkerEnvironment:
+        """As a worker of cycle 0 is told."""
+        return WorkerEnvironment(
+            config=config,
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            pod_index=self.node_rank,
+            cycle=0,
+            store_host=self.store_host,
+            store_port=self.store_port,
+            node_name=platform.node(),
+            runner_dir=None,
+            warm=False,
+        )
+
+
+def agent_environment(values: Mapping[str, str] | None = None) -> AgentEnvironment:
+    """From the process's environment, or from ``values``. Raises ConfigError."""
+    values = os.environ if values is None else values
+    world_size = _integer(values, "WORLD_SIZE", 1, 10**6)
+    ranks_per_node = _integer(values, "LOCAL_WORLD_SIZE", 1, world_size)
+    if values.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError(
+            f"TORCHELASTIC_USE_AGENT_STORE: {values.get('TORCHELASTIC_USE_AGENT_STORE', '')!r}; legal: True, as "
+            "torchrun sets it where its own store is open to the workers: only that one outlives rank 0"
+        )
+    return AgentEnvironment(
+        rank=_integer(values, "RANK", 0, world_size - 1),
+        world_size=world_size,
+        local_rank=_integer(values, "LOCAL_RANK", 0, ranks_per_node - 1),
+        ranks_per_node=ranks_per_node,
+        node_rank=_integer(values, "GROUP_RANK", 0, world_size // ranks_per_node - 1),
+        store_host=_text(values, "MASTER_ADDR", "the address of node 0"),
+        store_port=_integer(values, "MASTER_PORT", 1, 65535),
+    )
 
 
 def run_config(values: Mapping[str, str] | None = None) -> RunConfig:
