@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -12,7 +13,7 @@ from payload.cluster.kubectl import ClusterError, Kubectl, condition
 from payload.cluster.run_state import RunState
 from payload.cluster.target import EXIT_FAILED, Target, as_json, command, number, parser, read, say
 from payload.config import EXIT_UNFIT_NODE, RunConfig
-from payload.manifests import CONFIG_KEY, RUN_LABEL, Manifest
+from payload.manifests import CONFIG_KEY, RUN_LABEL, Manifest, render
 
 WAIT_POLL_S = 5.0
 
@@ -128,13 +129,27 @@ def results(argv: Sequence[str]) -> int:
     made.add_argument("--checkpoints", action="store_true", help="the checkpoints too: large")
     given = made.parse_args(argv)
     target = read(given)
-    job = jobs.newest(target.kubectl, target.config.run_id if target.run_id_given else "")
-    config = _config_of(target, job)
-    with reader.somewhere(target.kubectl, job, may_make=True) as pod:
-        num = reader.fetch(target.kubectl, pod, str(config.run_dir), Path(given.out), checkpoints=given.checkpoints)
+    with _some_job(target) as job:
+        config = _config_of(target, job)
+        with reader.somewhere(target.kubectl, job, may_make=True) as pod:
+            num = reader.fetch(target.kubectl, pod, str(config.run_dir), Path(given.out), checkpoints=given.checkpoints)
     folder = Path(given.out) / config.run_id
     say(f"{num} files in {folder}; next: python -m payload report {folder}")
     return 0
+
+
+@contextmanager
+def _some_job(target: Target) -> Iterator[Manifest]:
+    """The run's Job; after its deletion the one that the profile describes, with its ConfigMap for the time."""
+    if jobs.training_jobs(target.kubectl, target.config.run_id if target.run_id_given else ""):
+        yield jobs.newest(target.kubectl, target.config.run_id if target.run_id_given else "")
+        return
+    config_map, _, job = render(target.config, target.deployment)
+    target.kubectl.apply([config_map])
+    try:
+        yield job
+    finally:
+        target.kubectl.delete("configmap", jobs.name_of(config_map))
 
 
 def _config_of(target: Target, job: Manifest) -> RunConfig:

@@ -189,6 +189,17 @@ def test_results_are_copied_without_the_checkpoints(submitted: FakeCluster, conf
     assert (out / "watched" / "checkpoints" / "step-2" / "shard").exists()
 
 
+def test_results_can_still_be_had_after_the_job_was_deleted(
+    submitted: FakeCluster, config: RunConfig, tmp_path: Path
+) -> None:
+    """The run's files stay; what was made to reach them does not."""
+    steps(config, 3)
+    assert main(["delete", *KIND]) == 0
+    assert main(["results", *KIND, "--workdir", config.workdir, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "watched" / "events" / "rank0.jsonl").exists()
+    assert submitted.names("configmap") == submitted.names("pod") == submitted.names("job") == []
+
+
 def test_results_of_a_run_without_files_are_an_error(
     submitted: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
