@@ -41,10 +41,10 @@ class Settings:
     """On the command line: that very run is to be continued."""
 
 
-def parser(command: str, description: str) -> LineParser:
+def parser(command: str, description: str, profile: str = "local") -> LineParser:
     """A parser with ``--profile``, every flag of config.FLAGS (``-`` or ``_``) and ``--set FIELD=VALUE``."""
     made = LineParser(prog=f"python -m payload {command}", description=description, allow_abbrev=False)
-    made.add_argument("--profile", default="local", help="name of a file in profiles/, or a path (default: local)")
+    made.add_argument("--profile", default=profile, help=f"name of a file in profiles/, or a path (default: {profile})")
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of the run config")
     fields = made.add_argument_group("shorthand of --set")
     for flag, field in FLAGS.items():

@@ -46,8 +46,7 @@ class Target:
 
 def parser(command: str, description: str) -> LineParser:
     """That of all commands, with where to go."""
-    made = settings.parser(command, description)
-    made.set_defaults(profile="p5")
+    made = settings.parser(command, description, profile="p5")
     place = made.add_argument_group("where")
     place.add_argument("--context", default="", help="kubectl context (default: the current one)")
     place.add_argument("--namespace", default="", help="default: the profile's")
