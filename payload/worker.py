@@ -27,6 +27,7 @@ def preload(config: RunConfig) -> None:
     """All imports of a worker, without touching CUDA or starting a thread: what a warm parent does before it forks."""
     for name in ("checkpoint", "faults", "recovery", "train"):
         importlib.import_module(f"payload.{name}")
+    importlib.import_module("payload.checkpoint").preload(config)
     importlib.import_module("payload.recovery").preload(config)
     if config.checkpoint.mode != "sync":
         # Without NVRx, checkpoint.build() says what is missing.

@@ -13,7 +13,24 @@ from payload.checkpoint.tiered import TieredCheckpointer
 from payload.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
+    from payload.checkpoint.asynchronous import AsyncCheckpointer
     from payload.events import EventLog
+
+
+def preload(config: RunConfig) -> None:
+    """The imports of build(), without its effects: what a process does ahead that later forks workers."""
+    if config.checkpoint.mode != "sync":
+        _import_async(config)
+
+
+def _import_async(config: RunConfig) -> type[AsyncCheckpointer]:
+    try:
+        from payload.checkpoint.asynchronous import AsyncCheckpointer
+    except ImportError as error:
+        raise ConfigError(
+            f"checkpoint.mode: {config.checkpoint.mode}, which needs nvidia-resiliency-ext ({error}); legal here: sync"
+        ) from error
+    return AsyncCheckpointer
 
 
 def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Checkpointer:
@@ -29,10 +46,4 @@ def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Check
 def _durable(config: RunConfig, events: EventLog, memory: MemoryTier | None) -> DurableCheckpointer:
     if config.checkpoint.mode == "sync":
         return SyncCheckpointer(config, events)
-    try:
-        from payload.checkpoint.asynchronous import AsyncCheckpointer
-    except ImportError as error:
-        raise ConfigError(
-            f"checkpoint.mode: {config.checkpoint.mode}, which needs nvidia-resiliency-ext ({error}); legal here: sync"
-        ) from error
-    return AsyncCheckpointer(config, events, stager=memory)
+    return _import_async(config)(config, events, stager=memory)

@@ -208,6 +208,7 @@ class AsyncCheckpointer(Durable):
         elif pending is not None and time.monotonic() > pending.deadline:
             self._end_own_part()
             self._fail(attempt, pending, f"not written after {self._limit_s:.0f} s")
+            self._writer.restart()
 
     def _fail(self, attempt: Attempt, pending: _Pending | None, reason: str) -> None:
         attempt.failures.append(f"save of step {pending.step} failed: {reason}" if pending else reason)

@@ -62,6 +62,11 @@ class AsyncWriter:
         TorchAsyncCheckpoint.async_fn = write_local
         self._schedule(adopt, os.getpid())
 
+    def restart(self) -> None:
+        """Ends a worker that does not answer, with whatever it has, and starts another."""
+        self._discard()
+        self.start()
+
     def _schedule(self, function: Callable[..., None], argument: object) -> None:
         # The kwargs are given because NVRx 0.4.1 shares one default dict between requests.
         self._queue.schedule_async_request(AsyncRequest(function, (argument,), [], {}))
