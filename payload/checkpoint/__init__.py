@@ -40,7 +40,10 @@ def build(config: RunConfig, events: EventLog, *, device: torch.device) -> Check
     """
     memory = MemoryTier(config, device) if config.checkpoint.memory_interval else None
     durable = _durable(config, events, memory)
-    return durable if memory is None else TieredCheckpointer(durable, memory, events)
+    if memory is None:
+        return durable
+    parallelism = config.parallelism if config.checkpoint.replicate else None
+    return TieredCheckpointer(durable, memory, events, parallelism=parallelism)
 
 
 def _durable(config: RunConfig, events: EventLog, memory: MemoryTier | None) -> DurableCheckpointer:

@@ -4,7 +4,8 @@ Why three rotating slots are enough without any message between ranks. A rank be
 one is published. Ranks meet in a collective in every step, so when a rank begins snapshot j, all ranks have finished
 the call of j-1 and hence published j-2. The slots of j-2 and j-1 are kept while j is written: at whatever moment a
 rank dies, all ranks hold j-2 or something newer in common. The fourth slot is for the durable writer, which may hold
-one for minutes.
+one for minutes. Memory of a node: 4 x the bytes of a rank's state x ranks a node; with replicas 7 x, as one more slot
+is being sent, and two hold the snapshots of a peer.
 
 On CUDA the copy runs on a side stream. What the optimizer changes is safe until its next step, before which guard()
 makes the training's stream wait for the copy; whatever else may change earlier (buffers) is copied on that stream.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from payload.checkpoint.base import CheckpointError, StateDict
+from payload.checkpoint.replica import NUM_REPLICA_SLOTS
 from payload.checkpoint.slots import NUM_SLOTS, Header, NoRoom, RunMemory, Slot, checksums
-from payload.checkpoint.stage import Layout, Staged, copy_in, local_tensors, plain_values, set_plain_values
+from payload.checkpoint.stage import Layout, Slab, Staged, copy_in, local_tensors, plain_values, set_plain_values
 from payload.config import ConfigError, RunConfig
 
 _ABANDON_S = 10.0
@@ -66,6 +68,13 @@ class MemoryTier:
         self._headers: dict[int, Header] = {}
         """Slot index -> what is published there."""
         self._leased: int | None = None
+        self._sending: int | None = None
+        """Slot that is being sent to another pod."""
+        replicate = config.checkpoint.replicate
+        self._num_slots = NUM_SLOTS + (1 if replicate else 0)
+        self._num_slots_of_peers = NUM_REPLICA_SLOTS if replicate else 0
+        self.on_published: Callable[[], None] = lambda: None
+        """Called from another thread."""
         self._copy: _Copy | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -86,16 +95,22 @@ class MemoryTier:
         try:
             if place != self._place:
                 self._unmap()
-                self._memory.check_room(layout.size_bytes, self._config.parallelism.ranks_per_node)
+                num_slots = self._num_slots + self._num_slots_of_peers
+                self._memory.check_room(layout.size_bytes, num_slots, self._config.parallelism.ranks_per_node)
                 folder = self._memory.rank_folder(self._rank)
-                self._slots = [Slot(folder, index, layout.size_bytes) for index in range(NUM_SLOTS)]
+                self._slots = [Slot(folder, index, layout.size_bytes) for index in range(self._num_slots)]
                 self._pin()
                 self._place = place
         except (NoRoom, OSError) as error:
             return f"{error}; legal: a larger memory volume, or checkpoint.memory_interval 0"
+        self._sending = None
+        self.look()
+        return ""
+
+    def look(self) -> None:
+        """Takes in what the files say."""
         found = ((slot.index, slot.header()) for slot in self._slots)
         self._headers = {index: header for index, header in found if header is not None and self._fits(header)}
-        return ""
 
     def _fits(self, header: Header) -> bool:
         assert self._layout is not None
@@ -158,9 +173,18 @@ class MemoryTier:
         if copy.failure:
             raise CheckpointError(f"rank {self._rank}: snapshot of step {copy.step}: {copy.failure}")
 
+    def to_send(self) -> tuple[Header, Slab] | None:
+        """The newest published snapshot; its slot is not reused before the next call."""
+        published = list(self._headers.items())
+        if not published:
+            return None
+        index, header = max(published, key=lambda pair: pair[1].step)
+        self._sending = index
+        return header, self._slots[index].slab
+
     def _free_slot(self) -> Slot:
         newest = sorted(self._headers, key=lambda index: self._headers[index].step, reverse=True)
-        kept = {*newest[:_NUM_KEPT], self._leased}
+        kept = {*newest[:_NUM_KEPT], self._leased, self._sending}
         return next(slot for slot in self._slots if slot.index not in kept)
 
     def _copy_to(self, slot: Slot, tensors: Mapping[str, Tensor], state: StateDict) -> torch.cuda.Event | None:
@@ -195,6 +219,7 @@ class MemoryTier:
                 return
             copy.slot.publish(header)
             self._headers[copy.slot.index] = header
+            self.on_published()
         except Exception as error:  # noqa: BLE001 - handed to failure() and the next snapshot
             copy.failure = f"{type(error).__name__}: {error}"
 
@@ -218,6 +243,14 @@ class MemoryTier:
         self._leased = slot.index
         assert self._layout is not None
         return Staged(slot.slab.path, self._layout, plain_values(state))
+
+    def folder(self) -> Path:
+        """Of this logical rank, in the memory volume."""
+        return self._memory.rank_folder(self._rank)
+
+    def free_slot(self) -> Slot:
+        """To receive a snapshot into; look() afterwards."""
+        return self._free_slot()
 
     def _slot_of(self, step: int) -> Slot:
         if self._copy is not None and self._copy.step == step:

@@ -118,13 +118,13 @@ class RunMemory:
         path.mkdir(exist_ok=True)
         return path
 
-    def check_room(self, size_bytes: int, ranks_per_node: int) -> None:
+    def check_room(self, size_bytes: int, num_slots: int, ranks_per_node: int) -> None:
         """``size_bytes``: of one snapshot of one rank. Raises NoRoom."""
-        needed = NUM_SLOTS * size_bytes * ranks_per_node
+        needed = num_slots * size_bytes * ranks_per_node
         volume = os.statvfs(self.root)
-        present = sum(path.stat().st_blocks * 512 for path in self.root.glob("rank*/slot*"))
+        present = sum(path.stat().st_blocks * 512 for path in self.root.glob("r*/slot*"))
         room = volume.f_bavail * volume.f_frsize + present
-        figures = f"the snapshots of {ranks_per_node} ranks need {needed} bytes ({NUM_SLOTS} slots of {size_bytes})"
+        figures = f"the snapshots of {ranks_per_node} ranks need {needed} bytes ({num_slots} slots of {size_bytes})"
         if needed > room:
             raise NoRoom(f"{self.root}: room for {room} bytes, {figures}")
         limit = _cgroup_limit()

@@ -9,8 +9,9 @@ from payload.checkpoint.base import Loaded, StateDict
 from payload.checkpoint.durable import DurableCheckpointer
 from payload.checkpoint.memory import MemoryTier
 from payload.checkpoint.peers import Peers
+from payload.checkpoint.replica import ReplicaStore, Replicator
 from payload.checkpoint.stage import local_tensors
-from payload.config import ConfigError
+from payload.config import ConfigError, ParallelismConfig
 
 if TYPE_CHECKING:
     from payload.events import EventLog
@@ -18,13 +19,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def _nothing() -> None:
+    pass
+
+
 class TieredCheckpointer:
     """Loads from the fastest tier that has the newest step on all ranks."""
 
-    def __init__(self, durable: DurableCheckpointer, memory: MemoryTier, events: EventLog) -> None:
+    def __init__(
+        self,
+        durable: DurableCheckpointer,
+        memory: MemoryTier,
+        events: EventLog,
+        *,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        """``parallelism``: with replicas in the next pod's memory."""
         self._durable = durable
         self._memory = memory
         self._events = events
+        self._parallelism = parallelism
+        """None: no replicas."""
+        self._replicator: Replicator | None = None
+        self._fetched = False
 
     def begin_attempt(self, rank: int, world_size: int) -> None:
         self._durable.begin_attempt(rank, world_size)
@@ -34,6 +51,16 @@ class TieredCheckpointer:
         peers = self._durable.peers()
         self._prepare(state, peers)
         durable_step = self._durable.newest_step()
+        self._fetched = False
+        store = self._replicate(peers)
+        if store is not None:
+            self._fetch_missing(peers, store, durable_step)
+        loaded = self._load_newest(state, peers, durable_step)
+        if store is not None:
+            store.forget_after(loaded.step if loaded else 0)
+        return loaded
+
+    def _load_newest(self, state: StateDict, peers: Peers, durable_step: int) -> Loaded | None:
         step = self._restore(state, peers, durable_step)
         if step is not None:
             return self._from_memory(step, state)
@@ -46,7 +73,11 @@ class TieredCheckpointer:
 
     def _from_memory(self, step: int, state: StateDict) -> Loaded:
         self._memory.forget_after(step)
-        return Loaded(step, "memory", sum(tensor.nbytes for tensor in local_tensors(state).values()))
+        return Loaded(
+            step,
+            "replica" if self._fetched else "memory",
+            sum(tensor.nbytes for tensor in local_tensors(state).values()),
+        )
 
     def _prepare(self, state: StateDict, peers: Peers) -> None:
         reasons = peers.gather(self._memory.prepare(state), "preparing the memory tier")
@@ -71,6 +102,43 @@ class TieredCheckpointer:
                     log.warning("skipped: %s", text)
                     self._events.emit("warning", text=f"skipped: {text}")
 
+    def _replicate(self, peers: Peers) -> ReplicaStore | None:
+        """Collective: begins to send snapshots to the next pod, where there is one."""
+        self._stop_replicating()
+        if self._parallelism is None or peers.world_size <= self._parallelism.ranks_per_node:
+            return None
+        store = ReplicaStore(self._memory.folder())
+        replicator = Replicator(peers, self._parallelism.ranks_per_node, store, self._memory.to_send)
+        self._replicator = replicator
+        self._memory.on_published = replicator.wake
+        return store
+
+    def _fetch_missing(self, peers: Peers, store: ReplicaStore, at_least: int) -> None:
+        """Collective: whoever lost its snapshots gets the newest that exist for all ranks somewhere."""
+        assert self._replicator is not None
+        mine = (self._memory.steps(), store.headers(peers.world_size))
+        held = peers.gather(mine, "looking for replicas")
+        ranks = range(peers.world_size)
+
+        def holders(rank: int, step: int) -> list[int]:
+            return [holder for holder in ranks if step in held[holder][1].get(rank, ())]
+
+        steps = {step for own, replicas in held for step in own.union(*replicas.values()) if step >= at_least}
+        complete = [step for step in steps if all(step in held[rank][0] or holders(rank, step) for rank in ranks)]
+        if complete and (step := max(complete)) not in held[peers.rank][0]:
+            slot = self._memory.free_slot()
+            sources = holders(peers.rank, step)
+            self._fetched = any(self._replicator.fetch(holder, peers.rank, step, slot) for holder in sources)
+            self._memory.look()
+        # Nobody may stop answering before all have fetched.
+        peers.gather(None, "fetching replicas")
+
+    def _stop_replicating(self) -> None:
+        self._memory.on_published = _nothing
+        if self._replicator is not None:
+            self._replicator.close()
+            self._replicator = None
+
     def snapshot(self, step: int, state: StateDict) -> float:
         return self._memory.snapshot(step, state)
 
@@ -89,7 +157,10 @@ class TieredCheckpointer:
 
     def abandon(self) -> None:
         self._durable.abandon()
+        if self._replicator is not None:
+            self._replicator.close()
 
     def close(self) -> None:
+        self._stop_replicating()
         self._durable.close()
         self._memory.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from payload.checkpoint.base import CheckpointError
 from payload.checkpoint.durable import SyncCheckpointer
 from payload.checkpoint.folder import Manifest, SaveFolder
 from payload.checkpoint.memory import MemoryTier
+from payload.checkpoint.replica import ReplicaStore
 from payload.checkpoint.slots import RunMemory
 from payload.checkpoint.tiered import TieredCheckpointer
 from payload.checkpoint.writer import AsyncWriter
@@ -579,7 +582,8 @@ def tiered(context: Context, *, stager_interval: int = 1, **overrides: Any) -> A
     (context.folder / f"pod{context.rank}").mkdir(exist_ok=True)
     memory = MemoryTier(config, torch.device("cpu"))
     durable = AsyncCheckpointer(config, context.events, stager=memory, writer=context.writer)  # type: ignore[arg-type]
-    made = TieredCheckpointer(durable, memory, context.events)  # type: ignore[arg-type]
+    parallelism = config.parallelism if config.checkpoint.replicate else None
+    made = TieredCheckpointer(durable, memory, context.events, parallelism=parallelism)  # type: ignore[arg-type]
     context._made.append(made)
     made.begin_attempt(context.rank, dist.get_world_size())
     return made
@@ -783,3 +787,74 @@ def without_snapshot(context: Context) -> tuple[int, str]:
     checkpointer.drain()
     load_is(context, 7)
     return restored(context, tiered(context))
+
+
+REPLICATE = {"checkpoint__replicate": True, "parallelism__num_nodes": 2, "parallelism__ranks_per_node": 1}
+
+
+def await_replica(checkpointer: Any, rank: int, step: int) -> None:
+    store = ReplicaStore(checkpointer._memory.folder())
+    deadline = time.monotonic() + LIMIT_S
+    while step not in store.headers(2).get(rank, ()):
+        assert time.monotonic() < deadline, store.headers(2)
+        time.sleep(0.01)
+
+
+def replica(context: Context) -> tuple[int, str]:
+    """Pod 1 is lost with its memory; the one in its place fetches what pod 0 holds for it."""
+    checkpointer = tiered(context, **REPLICATE)
+    assert checkpointer.load(make_state(0)) is None
+    state = snapshots(context, checkpointer, [1, 2])
+    checkpointer.save(2, state)
+    checkpointer.drain()
+    snapshots(context, checkpointer, [3, 4])
+    await_replica(checkpointer, 1 - context.rank, 4)
+    dist.barrier()
+    checkpointer.abandon()
+    checkpointer.close()
+    if context.rank == 1:
+        shutil.rmtree(context.folder / "pod1")
+    context.join(context.size)
+    again = tiered(context, **REPLICATE)
+    found = restored(context, again)
+    # The new pod's snapshots are sent on, and it holds those of the other again.
+    snapshots(context, again, [5, 6])
+    await_replica(again, 1 - context.rank, 6)
+    dist.barrier()
+    return found
+
+
+def damaged_replica(context: Context) -> tuple[int, str]:
+    checkpointer = tiered(context, **REPLICATE)
+    checkpointer.load(make_state(0))
+    state = snapshots(context, checkpointer, [1, 2])
+    checkpointer.save(2, state)
+    checkpointer.drain()
+    snapshots(context, checkpointer, [3])
+    await_replica(checkpointer, 1 - context.rank, 3)
+    dist.barrier()
+    checkpointer.close()
+    if context.rank == 1:
+        shutil.rmtree(context.folder / "pod1")
+    else:
+        for path in checkpointer._memory.folder().glob("replica1/slot?"):
+            path.write_bytes(bytes(path.stat().st_size))
+    dist.barrier()
+    return restored(context, tiered(context, **REPLICATE))
+
+
+def stranger(context: Context) -> list[str]:
+    """Whoever does not know the attempt's secret gets nothing and can leave nothing."""
+    checkpointer = tiered(context, **REPLICATE)
+    checkpointer.load(make_state(0))
+    snapshots(context, checkpointer, [1])
+    settled(checkpointer)
+    replicator = checkpointer._replicator
+    await_replica(checkpointer, 1 - context.rank, 1)
+    address = replicator._addresses[context.rank]
+    with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as connection:
+        message = json.dumps({"secret": "guessed", "do": "fetch", "rank": 1 - context.rank, "step": 1}).encode()
+        connection.sendall(len(message).to_bytes(8, "big") + message)
+        answer = connection.recv(8)
+    dist.barrier()
+    return [answer.decode()]

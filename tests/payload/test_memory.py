@@ -71,3 +71,16 @@ def test_too_small_a_volume_is_refused_at_start_on_all_ranks(ranks: World) -> No
 
 def test_save_of_a_step_without_snapshot_makes_one(ranks: World) -> None:
     assert ranks.run("without_snapshot") == [(7, "memory")] * 2
+
+
+def test_lost_pod_comes_back_from_its_replica(ranks: World) -> None:
+    """No read of the durable save, and not one step more than the newest snapshot is lost."""
+    assert ranks.run("replica") == [(4, "memory"), (4, "replica")]
+
+
+def test_damaged_replica_is_found_by_its_checksum(ranks: World) -> None:
+    assert ranks.run("damaged_replica") == [(2, "durable")] * 2
+
+
+def test_replica_of_a_stranger_is_refused(ranks: World) -> None:
+    assert ranks.run("stranger") == [[""]] * 2
