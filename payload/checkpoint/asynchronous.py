@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
-from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from typing import TYPE_CHECKING
 
 from payload.checkpoint.base import CheckpointError, StateDict
 from payload.checkpoint.durable import Attempt, Durable
 from payload.checkpoint.job import Job
-from payload.checkpoint.peers import Peers
+from payload.checkpoint.planning import Plan, plan_saves
 from payload.checkpoint.publication import Publication
-from payload.checkpoint.stage import Place, SlabStager, Staged, Stager
+from payload.checkpoint.stage import SlabStager, Staged, Stager
 from payload.checkpoint.writer import AsyncWriter
 from payload.config import RunConfig
 
@@ -33,24 +24,6 @@ if TYPE_CHECKING:
 NUM_FILES = 2
 """Files a rank and save, written in parallel."""
 _POLL_S = 0.01
-
-
-class _PlanOnly(FileSystemWriterAsync):  # type: ignore[misc]
-    """Keeps the plan, and leaves the tensors where they are: their copies are in shared memory already."""
-
-    plan: SavePlan
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.plan = plan
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Who writes what; holds for all saves of an attempt, as the state keeps its structure."""
-
-    items: tuple[WriteItem, ...]
-    metadata: Metadata | None
-    """On rank 0."""
 
 
 @dataclass
@@ -72,7 +45,6 @@ class _Pending:
 class _Saving:
     """What an attempt has in flight."""
 
-    plan: _Plan | None = None
     pending: _Pending | None = None
     publications: list[Publication] = field(default_factory=list)
     """On rank 0, oldest first."""
@@ -103,33 +75,37 @@ class AsyncCheckpointer(Durable):
         self._writer = writer or AsyncWriter()
         self._stager: Stager = stager or SlabStager()
         self._saving = _Saving()
+        self._plan: Plan | None = None
+        """Planned or confirmed in this attempt, or else of an earlier one."""
+        self._planned = False
 
     def begin_attempt(self, rank: int, world_size: int) -> None:
         super().begin_attempt(rank, world_size)
         self._saving = _Saving()
+        self._planned = False
         self._stager.release()
         self._writer.start()
 
+    def prepare_saves(self, state: StateDict) -> None:
+        """Plans ahead what is the same for all saves of the attempt, so that they need no collective."""
+        if not self._local and not self._planned:
+            self._plan = plan_saves(state, self._folder.root, self.peers(), self._plan)
+            self._planned = True
+
     def save(self, step: int, state: StateDict) -> float:
         started = time.monotonic()
-        attempt, peers = self._joined()
+        attempt, _ = self._joined()
+        self.prepare_saves(state)
         self._await_own_part()
         # The only part of a save that grows with the size of the state.
         staged = self._stager.stage(step, state)
-        self._begin(step, state, staged, attempt, peers)
-        return time.monotonic() - started
-
-    def _begin(self, step: int, state: StateDict, staged: Staged, attempt: Attempt, peers: Peers) -> None:
-        """Collective in the first save of an attempt. Raises CheckpointError where that cannot be planned."""
-        saving = self._saving
         draft = self._draft(step, attempt)
-        if not self._local and saving.plan is None:
-            saving.plan = _plan(state, draft, peers)
         self._writer.start()
-        saving.pending = _Pending(step, self._job(draft, staged, attempt.rank), time.monotonic() + self._limit_s)
+        self._saving.pending = _Pending(step, self._job(draft, staged, attempt.rank), time.monotonic() + self._limit_s)
         self._submit_ready()
         if attempt.rank == 0:
             self._publish(draft, step, attempt)
+        return time.monotonic() - started
 
     def _submit_ready(self) -> None:
         """Hands the job on once its copy is whole: at once, or some step later."""
@@ -140,15 +116,14 @@ class AsyncCheckpointer(Durable):
 
     def _job(self, draft: Path, staged: Staged, rank: int) -> Job:
         common = (draft.name, self._writer.address, draft, rank, staged.path)
-        plan = self._saving.plan
-        if plan is None:
+        if self._local:
             return Job(*common, places=staged.layout.places, plain=pickle.dumps(dict(staged.plain)))
         places = {place.name: place for place in staged.layout.places}
-        items = tuple((item, _source(item, places, staged.plain)) for item in plan.items)
-        return Job(*common, items=items, num_files=NUM_FILES)
+        assert self._plan is not None
+        return Job(*common, items=self._plan.sources(places, staged.plain), num_files=NUM_FILES)
 
     def _publish(self, draft: Path, step: int, attempt: Attempt) -> None:
-        plan = self._saving.plan
+        plan = None if self._local else self._plan
         publication = Publication(
             self._folder,
             draft,
@@ -262,27 +237,3 @@ class AsyncCheckpointer(Durable):
         if self._owns_writer:
             self._writer.close()
         self._stager.close()
-
-
-def _plan(state: StateDict, draft: Path, peers: Peers) -> _Plan:
-    """Collective. Raises CheckpointError."""
-    writer, planner = _PlanOnly(draft, thread_count=NUM_FILES), DefaultSavePlanner()
-    try:
-        _, metadata, _ = save_state_dict_async_plan(state, writer, peers.group, planner=planner)
-    except CheckpointException as error:
-        raise CheckpointError(f"planning the save in {draft}: {error}") from error
-    return _Plan(tuple(writer.plan.items), metadata)
-
-
-def _source(item: WriteItem, places: Mapping[str, Place], plain: Mapping[str, Any]) -> Place | bytes:
-    """Where the data of an item of the plan is. An item is always the whole of a rank's local tensor."""
-    name = item.index.fqn
-    if item.type == WriteItemType.BYTE_IO:
-        stream = BytesIO()
-        torch.save(plain[name], stream)
-        return stream.getvalue()
-    place = places[name]
-    assert item.tensor_data is not None
-    if tuple(item.tensor_data.chunk.sizes) != place.shape:
-        raise CheckpointError(f"{name}: planned as {tuple(item.tensor_data.chunk.sizes)}, held as {place.shape}")
-    return place

@@ -48,6 +48,8 @@ class DurableCheckpointer(Checkpointer, Protocol):
 
     def newest_step(self) -> int: ...
 
+    def prepare_saves(self, state: StateDict) -> None: ...
+
 
 class Durable:
     """Base of the durable checkpointers: attempts, and loading."""
@@ -88,11 +90,19 @@ class Durable:
         """Collective: of the saves that look complete; 0 where there is none."""
         return self._loader.newest_step(self.peers())
 
+    def prepare_saves(self, state: StateDict) -> None:
+        """Collective; part of load(), for a state that another tier has loaded."""
+
     def snapshot(self, step: int, state: StateDict) -> float:
         raise CheckpointError("no memory tier; legal: checkpoint.memory_interval of at least 1")
 
     def load(self, state: StateDict) -> Loaded | None:
         _, peers = self._joined()
+        loaded = self._load(state, peers)
+        self.prepare_saves(state)
+        return loaded
+
+    def _load(self, state: StateDict, peers: Peers) -> Loaded | None:
         manifest = self._loader.load(state, peers)
         if manifest is None:
             return None

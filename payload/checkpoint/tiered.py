@@ -58,6 +58,7 @@ class TieredCheckpointer:
         loaded = self._load_newest(state, peers, durable_step)
         if store is not None:
             store.forget_after(loaded.step if loaded else 0)
+        self._durable.prepare_saves(state)
         return loaded
 
     def _load_newest(self, state: StateDict, peers: Peers, durable_step: int) -> Loaded | None:

@@ -118,12 +118,13 @@ class AsyncWriter:
         self._queue.async_calls.clear()
         self._queue.persistent_caller = None
         self._queue = self._front = None
+        del caller, process, channel
+        gc.collect()  # The queues' semaphores are unlinked now, and not reported as leaked at exit.
 
     def close(self) -> None:
         """Idempotent. A job that is still being written is lost."""
         self._discard()
         self._socket.close()
-        gc.collect()  # The queues' semaphores are unlinked now, and not reported as leaked at exit.
 
 
 @contextmanager

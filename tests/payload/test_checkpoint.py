@@ -148,7 +148,8 @@ def test_dead_writer_is_an_error_not_a_hang(ranks: World) -> None:
 
 def test_async_mode_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """F14: never a silent sync."""
-    monkeypatch.delitem(sys.modules, "payload.checkpoint.asynchronous", raising=False)
+    for name in ("asynchronous", "job", "planning", "writer"):
+        monkeypatch.delitem(sys.modules, f"payload.checkpoint.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     for name in [name for name in sys.modules if name.startswith("nvidia_resiliency_ext.checkpointing")]:
         monkeypatch.setitem(sys.modules, name, None)
