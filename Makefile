@@ -8,6 +8,7 @@ PYTHON ?= python3
 PROFILE ?= p5
 NVRX ?= 0.7.0
 GPUS ?= 1
+VARIANT ?= cpu
 PY := .venv/bin/python
 
 export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
@@ -49,8 +50,8 @@ bench-gpu: setup ## the same with NCCL on GPUS=n GPUs of this machine, and the a
 	@$(PY) -m payload bench-table .demo/bench-gpu.json
 	@$(PY) -m payload bench-table .demo/bench-gpu-article.json
 
-image: setup ## the CPU image, by docker, podman or buildah, whichever is there
-	@$(PY) docker/build.py
+image: setup ## the image, by docker, podman or buildah, whichever is there: VARIANT=cpu|deploy|reproduce
+	@$(PY) docker/build.py --variant $(VARIANT)
 
 image-test: setup ## builds the CPU image without an engine and trains inside it, one fault included (needs root, buildah, debootstrap)
 	@$(PY) -m tests.image.run
@@ -68,4 +69,4 @@ preflight: setup ## quotas, zones, reservations, limits, with your credentials
 	@$(PY) -m stacks.preflight --profile $(PROFILE)
 
 clean: ## removes what set-up and runs left in the checkout
-	rm -rf .venv node_modules .demo .nvrx cdk.out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv node_modules .demo .image .nvrx cdk.out .mypy_cache .ruff_cache .pytest_cache
