@@ -28,6 +28,7 @@ KINDS = ("recovery", "article")
 RESTARTING = ("in-job", "layered")
 """Arms that bring back a rank whose process was killed; in-process alone shrinks the world or gives up."""
 FIRST_FAULT_STEP = 12
+_PATHS = ("--out", "--folder")
 ARTICLE: Mapping[str, Any] = {
     "faults.count": 5,
     "faults.seed": 42,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = [case for case in cases if case.name in wanted]
     folder = Path(given.folder) if given.folder else CHECKOUT / ".demo" / f"bench-{given.kind}-{found.profile.stem}"
     console = default_console()
-    command = f"python -m payload bench {' '.join(argv)}"
+    command = f"python -m payload bench {' '.join(_without_paths(argv))}"
     try:
         write_json(Path(given.out), measure(found, chosen, folder, console, command))
     except CaseFailed as error:

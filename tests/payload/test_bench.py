@@ -115,3 +115,8 @@ def test_the_disk_is_measured_and_left_clean(tmp_path: Path) -> None:
     speed = disk.measure(tmp_path, 1)
     assert speed.size_bytes == 16 << 20 and speed.write > 0 and speed.read > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recorded_command_holds_no_path_of_the_machine() -> None:
+    argv = ["recovery", "--out", "/a/b.json", "--repeats", "3", "--folder=/tmp/x", "--only", "layered"]
+    assert bench._without_paths(argv) == ["recovery", "--repeats", "3", "--only", "layered"]
