@@ -68,6 +68,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _without_paths(argv: Sequence[str]) -> list[str]:
+    """The arguments that the figures depend on."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and not word.startswith(_PATHS):
+            kept.append(word)
+        skip = not skip and word in _PATHS
+    return kept
+
+
 def measure(found: Settings, cases: Sequence[Case], folder: Path, console: Console, command: str) -> dict[str, Any]:
     """Runs the cases, then measures the disk under the run folder. Raises CaseFailed."""
     cluster = LocalCluster(found.root)
