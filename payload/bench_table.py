@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,14 +15,38 @@ from payload.bench import cells
 from payload.recovery_marks import PHASES
 
 GB = 1e9
+_PLACE = re.compile(r"(<!-- results: ([^>]+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m payload bench-table", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="of one machine; their cases go into one table")
+    parser.add_argument("files", type=Path, nargs="*", help="of one machine; their cases go into one table")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="fill the places of a page that name their files")
     given = parser.parse_args(argv)
-    sys.stdout.write(tables(merged([json.loads(path.read_text()) for path in given.files])))
+    if bool(given.files) == bool(given.update):
+        parser.error("give either files or --update PAGE")
+    if given.update:
+        given.update.write_text(filled(given.update.read_text(), given.update.parent))
+    else:
+        sys.stdout.write(of_files(given.files))
     return 0
+
+
+def filled(page: str, folder: Path) -> str:
+    """The page with the text between ``<!-- results: FILE... -->`` and ``<!-- end -->`` made anew.
+
+    Args:
+        folder: that the files are named from.
+    """
+
+    def fill(place: re.Match[str]) -> str:
+        return f"{place[1]}\n{of_files([folder / name for name in place[2].split()])}{place[3]}"
+
+    return _PLACE.sub(fill, page)
+
+
+def of_files(paths: Sequence[Path]) -> str:
+    return tables(merged([json.loads(path.read_text()) for path in paths]))
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -120,3 +120,10 @@ def test_the_disk_is_measured_and_left_clean(tmp_path: Path) -> None:
 def test_the_recorded_command_holds_no_path_of_the_machine() -> None:
     argv = ["recovery", "--out", "/a/b.json", "--repeats", "3", "--folder=/tmp/x", "--only", "layered"]
     assert bench._without_paths(argv) == ["recovery", "--repeats", "3", "--only", "layered"]
+
+
+def test_the_page_holds_the_tables_of_its_files() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "performance.md").read_text()
+    assert page.count("<!-- results:") == page.count("<!-- end -->") >= 1
+    assert bench_table.filled(page, docs) == page
