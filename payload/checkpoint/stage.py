@@ -64,11 +64,13 @@ class Layout:
 
 
 def flatten(state: StateDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf under its dotted name, in the order of the dict."""
+    """Every leaf under its dotted name, in the order of the dict. Raises CheckpointError for a list of tensors."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from flatten(value, f"{name}.")
+        elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor) for entry in value):
+            raise CheckpointError(f"state: {name} is a list of tensors; legal: dicts of tensors and plain values")
         else:
             yield name, value
 

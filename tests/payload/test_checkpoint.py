@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from payload import checkpoint
+from payload.checkpoint import stage
+from payload.checkpoint.base import CheckpointError
 from payload.config import ConfigError, RunConfig
 from tests.payload.checkpoint_world import World, world
 
@@ -144,6 +146,12 @@ def test_slow_reader_is_named_within_the_limit(ranks: World) -> None:
 def test_dead_writer_is_an_error_not_a_hang(ranks: World) -> None:
     for reasons in ranks.run("dead_writer"):
         assert reasons[0] is None and "died (exit code -9)" in str(reasons[1])
+
+
+def test_state_of_lists_of_tensors_is_refused() -> None:
+    """torch DCP would flatten them under names of its own."""
+    with pytest.raises(CheckpointError, match="state: a.b is a list of tensors; legal: dicts"):
+        stage.local_tensors({"a": {"b": [torch.zeros(1)]}})
 
 
 def test_async_mode_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
