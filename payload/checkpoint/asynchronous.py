@@ -73,6 +73,7 @@ class AsyncCheckpointer(Durable):
         self._local = self.mode == "async-local"
         self._owns_writer = writer is None
         self._writer = writer or AsyncWriter()
+        self._writer.start()  # While this process can still be forked.
         self._stager: Stager = stager or SlabStager()
         self._saving = _Saving()
         self._plan: Plan | None = None

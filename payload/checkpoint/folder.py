@@ -206,15 +206,21 @@ class SaveFolder:
             if name not in kept:
                 self._delete(name)
 
-    def sweep(self, older_than: int | None = None) -> None:
-        """Deletes trash and drafts; with ``older_than``, only drafts of steps before that one."""
+    def sweep(self, older_than: int | None = None) -> list[str]:
+        """Deletes trash and drafts; with ``older_than``, only drafts of steps before that one.
+
+        Returns the names of the drafts.
+        """
+        drafts = []
         for name in self._names():
             if name.startswith(_DRAFT):
                 number = name.removeprefix(_DRAFT).partition("-")[0]
                 if older_than is None or (number.isdigit() and int(number) < older_than):
+                    drafts.append(name)
                     self._delete(name)
             elif name.startswith(_TRASH):
                 _remove(self.root / name)
+        return drafts
 
     def _delete(self, name: str) -> None:
         # Out of sight first: a half-deleted folder must never look like a save.

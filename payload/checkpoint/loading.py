@@ -66,7 +66,8 @@ class Loader:
         return max(steps, default=0)
 
     def _first_look(self) -> Scan:
-        self._folder.sweep()
+        for name in self._folder.sweep():
+            self._warn(f"checkpoint skipped: {name}: a save that was never completed, removed")
         scan = self._folder.scan()
         for reason in scan.rejected:
             self._warn(f"checkpoint skipped: {reason}")

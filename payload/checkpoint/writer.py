@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt import core
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
 from payload.checkpoint.job import Job, adopt, write_local, write_sharded
+from payload.process import fork_hazards
 
 _JOIN_S = 10.0
 """A killed process is waited for this long."""
@@ -46,9 +48,11 @@ class AsyncWriter:
         self._socket.bind(self.address)
 
     def start(self) -> None:
-        """Spawns the worker, unless a live one is there; it does its imports while training goes on.
+        """Starts the worker, unless a live one is there.
 
-        The calling thread has to outlive the worker (it is the one whose death the kernel reports to it).
+        A process that still has one thread and no device is forked, and its worker is ready at once; later the worker
+        is spawned, and does its imports while training goes on. The calling thread has to outlive the worker (it is
+        the one whose death the kernel reports to it).
         """
         if self._queue is not None and self.death() is None:
             return
@@ -61,7 +65,9 @@ class AsyncWriter:
         self._front = TorchAsyncCheckpoint(persistent_queue=True)
         self._front._async_calls_queue = self._queue
         TorchAsyncCheckpoint.async_fn = write_local
-        self._schedule(adopt, os.getpid())
+        self._queue._get_async_caller().rank = 0  # For its log lines; NVRx would ask a group that is not there yet.
+        with _forking_where_sound():
+            self._schedule(adopt, os.getpid())
 
     def restart(self) -> None:
         """Ends a worker that does not answer, with whatever it has, and starts another."""
@@ -114,7 +120,7 @@ class AsyncWriter:
         process.join(_JOIN_S)
         for channel in (caller.queue, caller.preload_q, caller.comp_q):
             channel.close()
-            channel.cancel_join_thread()
+            channel.join_thread()  # Ends at once: nobody reads any more.
         self._queue.async_calls.clear()
         self._queue.persistent_caller = None
         self._queue = self._front = None
@@ -125,6 +131,20 @@ class AsyncWriter:
         """Idempotent. A job that is still being written is lost."""
         self._discard()
         self._socket.close()
+
+
+@contextmanager
+def _forking_where_sound() -> Iterator[None]:
+    """NVRx always spawns; inside, it forks if nothing here would break by it."""
+    if fork_hazards() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    original = core.mp.get_context
+    core.mp.get_context = lambda _method=None: original("fork")
+    try:
+        yield
+    finally:
+        core.mp.get_context = original
 
 
 @contextmanager
