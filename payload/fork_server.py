@@ -219,17 +219,12 @@ def _become_worker(server_pid: int, module: str, values: dict[str, str], folder:
         os._exit(code)
 
 
-_FORK_SAFE = frozenset({"jemalloc_bg_thd"})
-"""Threads of libraries that prepare for a fork themselves: jemalloc's (pyarrow brings it) starts anew in the child."""
-
-
 def preload(module: str, config: RunConfig) -> None:
     """A worker module's imports. Raises RuntimeError where they leave a thread or CUDA behind."""
     importlib.import_module(module).preload(config)
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    foreign = sorted(name for name in names[1:] if name not in _FORK_SAFE)
-    if foreign:
-        raise RuntimeError(f"the imports of {module} started threads that a fork would break: {', '.join(foreign)}")
+    hazards = process.fork_hazards()
+    if hazards:
+        raise RuntimeError(f"the imports of {module} started threads that a fork would break: {', '.join(hazards)}")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError(f"the imports of {module} initialised CUDA: a fork could not use it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -137,3 +138,15 @@ def reap(*, adopted_only: bool = False) -> None:
             os.waitpid(child, os.WNOHANG)
         except ChildProcessError:
             continue
+
+
+_FORK_SAFE = frozenset({"jemalloc_bg_thd"})
+"""Threads of libraries that prepare for a fork themselves: jemalloc's (pyarrow brings it) starts anew in the child."""
+
+
+def fork_hazards() -> list[str]:
+    """Names of the threads, beside the calling one, that a fork would lose with whatever locks they hold."""
+    own = str(threading.get_native_id())
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    return sorted(name for name in names if name not in _FORK_SAFE)
