@@ -2,7 +2,7 @@
 
 Table 1: the article's five faults (exceptions and hangs, drawn by its generator through its flags) on all four arms.
 Table 2: SIGKILL of ranks, rank 0 included, on the arms that survive it with all ranks. Each run's final weights are
-compared, bit by bit, with those of a run without faults.
+compared, bit by bit, with those of a run without faults. Table 3: what snapshots in node memory save.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Comparison:
 def main(argv: Sequence[str]) -> int:
     """0 when every run completed with the final weights of the run without faults, 1 otherwise."""
     parser = settings.parser("demo", "trains, breaks, recovers and reports, every arm on this machine")
-    parser.add_argument("--tables", default="1,2", help="which comparisons: 1, 2 or 1,2 (default)")
+    parser.add_argument("--tables", default="1,2,3", help="which comparisons, comma-separated (default 1,2,3)")
     given = parser.parse_args(argv)
     _refuse_fault_flags(given, parser)
     wanted = set(given.tables.split(","))
-    if not wanted <= {"1", "2"}:
-        parser.error(f"--tables: {given.tables!r}; legal: 1, 2 or 1,2")
+    if not wanted <= {"1", "2", "3"}:
+        parser.error(f"--tables: {given.tables!r}; legal: 1, 2 and 3, comma-separated")
     found = settings.read(given)
     console = default_console()
     base = fresh(found.config, "demo")
@@ -65,9 +65,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan(base: RunConfig) -> list[Comparison]:
-    """The runs of both tables; a run's id is the base's and what is special about it."""
+    """The runs of all tables; a run's id is the base's and what is special about it."""
     article = {FLAGS[name]: parse_value(FLAGS[name], text) for name, text in ARTICLE_FLAGS.items()}
     steps = base.training.max_steps
+    plain = base.with_overrides({"checkpoint.memory_interval": 0})
+    by_arm = {arm: _variant(plain, "t1", arm, article) for arm in ARMS}
+    layered, with_memory = by_arm["layered"], _variant(base, "t3", "layered", article)
     kills = {
         "faults.schedule": [
             {"step": max(1, steps // 3), "rank": base.world_size - 1, "type": "sigkill"},
@@ -76,11 +79,12 @@ def plan(base: RunConfig) -> list[Comparison]:
     }
     flags = " ".join(f"--{name}={text}" for name, text in ARTICLE_FLAGS.items())
     return [
-        Comparison(f"Table 1: {flags}", tuple(_variant(base, "t1", arm, article) for arm in ARMS)),
+        Comparison(f"Table 1: {flags}", tuple(by_arm.values())),
         Comparison(
             "Table 2: SIGKILL of the last rank, then of rank 0",
-            tuple(_variant(base, "t2", arm, kills) for arm in KILL_ARMS),
+            tuple(_variant(plain, "t2", arm, kills) for arm in KILL_ARMS),
         ),
+        Comparison("Table 3: without and with snapshots in node memory", (layered, with_memory)),
     ]
 
 
@@ -102,17 +106,19 @@ def _run(
     if reference is None:
         return EXIT_FAILED
     failed = False
+    known: dict[str, RunReport | None] = {}
     for comparison in comparisons:
-        ended = [
-            _one(found, cluster, config, f"{_short(config)} {config.recovery.arm}", console)
-            for config in comparison.configs
-        ]
+        for config in comparison.configs:
+            if config.run_id not in known:
+                title = f"{_short(config)} {config.recovery.arm}"
+                known[config.run_id] = _one(found, cluster, config, title, console)
+        ended = [known[config.run_id] for config in comparison.configs]
         reports = [report for report in ended if report is not None]
         equal = equality(reports, reference)
         failed = failed or None in ended or not all(equal.values())
         console.print()
         print_comparison(reports, equal=equal, title=comparison.title, console=console)
-        page = found.root / "reports" / f"{base.run_id}-{_short(comparison.configs[0])}.html"
+        page = found.root / "reports" / f"{base.run_id}-{_short(comparison.configs[-1])}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         write_html(page, [reference, *reports], equal=equal, reference=reference)
         console.print(f"page: {page}\n", highlight=False, soft_wrap=True)

@@ -50,8 +50,8 @@ def seconds(value: float | None) -> str:
 
 
 def label(report: RunReport) -> str:
-    """The arm, or the run where it left no result."""
-    return report.arm or report.run_id
+    """The arm, and whether it took snapshots; or the run where it left no result."""
+    return f"{report.arm}{' + memory' if report.snapshots else ''}" if report.arm else report.run_id
 
 
 def equality(reports: Sequence[RunReport], reference: RunReport) -> dict[str, bool]:

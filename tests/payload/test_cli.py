@@ -55,7 +55,7 @@ def test_dashes_switches_and_set() -> None:
         (["render", "--fault_types=oom"], "faults.types.0: 'oom'; legal: 'exception'"),
         (["run", "--max_steps=0"], "training.max_steps: 0; legal"),
         (["demo", "--arm=layered"], "--arm: the demo sets it"),
-        (["demo", "--tables=3"], "--tables: '3'; legal"),
+        (["demo", "--tables=4"], "--tables: '4'; legal"),
     ],
 )
 def test_refuses_with_code_2_and_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
@@ -127,7 +127,7 @@ def test_a_profiles_own_tables_are_checked(tmp_path: Path, text: str, expected: 
 def test_the_demo_gives_all_arms_of_a_table_the_same_faults() -> None:
     from payload.demo import KILL_ARMS, plan
 
-    first, second = plan(parsed().config)
+    first, second, third = plan(parsed().config)
     assert [config.recovery.arm for config in first.configs] == list(ARMS)
     drawn = assert_same_schedule(first.configs)
     assert len(drawn) == 5 and {spec.type for spec in drawn} == {"exception", "hang"}
@@ -137,6 +137,9 @@ def test_the_demo_gives_all_arms_of_a_table_the_same_faults() -> None:
     assert {spec.type for spec in kills} == {"sigkill"} and 0 in {spec.rank for spec in kills}
     run_ids = [config.run_id for item in (first, second) for config in item.configs]
     assert len(set(run_ids)) == 7
+    without, with_memory = third.configs
+    assert without in first.configs and assert_same_schedule(third.configs) == drawn
+    assert (without.checkpoint.memory_interval, with_memory.checkpoint.memory_interval) == (0, 5)
 
 
 def record(kind: str, **fields: Any) -> str:
