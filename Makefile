@@ -7,6 +7,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PROFILE ?= p5
 NVRX ?= 0.7.0
+NVRX_TESTS ?= $(addprefix tests/payload/test_,recovery.py in_process.py in_job.py launcher.py checkpoint.py memory.py memory_runs.py runs.py)
 GPUS ?= 1
 VARIANT ?= cpu
 PY := .venv/bin/python
@@ -38,7 +39,7 @@ chaos: setup ## long fault schedules (about half an hour)
 	@$(PY) -m pytest -q -m chaos
 
 test-nvrx: setup ## the recovery and checkpoint tests on another NVRx: make test-nvrx NVRX=0.7.0
-	@PYTHONPATH="$$($(PY) -m tests.nvrx $(NVRX))" $(PY) -m pytest -q -m "not chaos" -k "nvrx or recovery or checkpoint or in_process or in_job or runs"
+	@PYTHONPATH="$$($(PY) -m tests.nvrx $(NVRX))" $(PY) -m pytest -q -m "not chaos" $(NVRX_TESTS)
 
 bench-recovery: setup ## recoveries, saves and the disk on this machine (CPU): RESULTS=file
 	@$(PY) -m payload bench recovery --out $(or $(RESULTS),.demo/bench-recovery.json)
