@@ -168,15 +168,16 @@ def _run_steps(program: _Program) -> None:
 
 
 def _snapshot(program: _Program) -> None:
-    session, step = program.session, program.step
-    stall_s = session.checkpointer.snapshot(step, program.state.state_dict())
-    session.events.emit("snapshot", step=step, stall_s=stall_s)
+    session, step, started = program.session, program.step, time.monotonic()
+    session.checkpointer.snapshot(step, program.state.state_dict())
+    session.events.emit("snapshot", step=step, stall_s=time.monotonic() - started)
 
 
 def _save(program: _Program) -> None:
-    session, step = program.session, program.step
+    session, step, started = program.session, program.step, time.monotonic()
     with program.attempt.wait("saving"):
-        blocking_s = session.checkpointer.save(step, program.state.state_dict())
+        session.checkpointer.save(step, program.state.state_dict())
+    blocking_s = time.monotonic() - started  # All that the loop waits, the collection of the state included.
     session.events.emit("save", step=step, mode=program.config.checkpoint.mode, blocking_s=blocking_s)
 
 
