@@ -48,9 +48,15 @@ def test_in_process_survives_exception_and_hang_without_a_new_process(
 def test_in_job_survives_sigkill_of_rank_0_and_a_stopped_process(
     tmp_path: Path, token_folder: Path, reference_run: Run
 ) -> None:
-    planned = [(8, 0, "sigkill"), (14, 1, "hang-stop")]
-    run = run_job(tmp_path, token_folder, **{"recovery.arm": "in-job", **faults(*planned)}).check(reference_run)
+    """F04: a kill one step after the save of step 10 began: it is there whole afterwards, or not at all."""
+    planned = [(11, 0, "sigkill"), (17, 1, "hang-stop")]
+    overrides = {"recovery.arm": "in-job", "checkpoint.mode": "async", **faults(*planned)}
+    run = run_job(tmp_path, token_folder, **overrides).check(reference_run)
     assert run.faults() == planned
+    resumed = [event["step"] for event in run.events.of("rank0") if event.kind == "state_ready"]
+    begun = [event["step"] for event in run.events.of("rank0") if event.kind == "save"]
+    assert resumed[0] == 0 and resumed[1] in (5, 10) and resumed[2] in (10, 15)
+    assert begun[:2] == [5, 10] and (resumed[1] == 10 or begun.count(10) == 2), "an unfinished save is made again"
     assert run.job.num_container_restarts == run.job.num_pod_replacements == 0
     assert worker_starts(run) == 3
 
