@@ -91,7 +91,7 @@ class Pod:
 
     def __init__(self, container: str, folder: Path, config: RunConfig) -> None:
         self._container, self._folder, self._config = container, folder, config
-        for name in ("fsx", "config", "scratch"):
+        for name in ("fsx", "config", "scratch", "shm"):
             (folder / name).mkdir()
             os.chown(folder / name, USER, USER)
         (folder / "config" / "run.json").write_text(config.to_json())
@@ -105,7 +105,7 @@ class Pod:
         # No DNS of a cluster here: names come from a file, as on the local runner.
         values |= {"NVRX_EKS_HOSTS": f"{CONFIG_MOUNT}/hosts", "GLOO_SOCKET_IFNAME": "lo"}
         (self._folder / "config" / "hosts").write_text(f"{values['NVRX_EKS_COORDINATOR']} 127.0.0.1\n")
-        mounts = {"fsx": self._config.workdir, "config": CONFIG_MOUNT, "scratch": "/scratch"}
+        mounts = {"fsx": self._config.workdir, "config": CONFIG_MOUNT, "scratch": "/scratch", "shm": "/dev/shm"}
         options = [f"--volume={self._folder / name}:{target}" for name, target in mounts.items()]
         options += [f"--env={name}={value}" for name, value in values.items()]
         command = buildah("run", "--isolation=chroot", f"--user={USER}:{USER}", *options, self._container, "--")
